@@ -1,0 +1,21 @@
+"""AngularMuown and its family: Muon with the angle of every step made explicit."""
+
+from angular_muown.monitor import AngleMonitor
+from angular_muown.optimizers import AngularMuown, Muon, Muown, NorMuon, NorMuown
+from angular_muown.plan import Plan, plan
+from angular_muown.schedules import cosine, inverse_polynomial, wsd
+
+__version__ = "0.1.0"
+__all__ = [
+    "AngleMonitor",
+    "AngularMuown",
+    "Muon",
+    "Muown",
+    "NorMuon",
+    "NorMuown",
+    "Plan",
+    "cosine",
+    "inverse_polynomial",
+    "plan",
+    "wsd",
+]

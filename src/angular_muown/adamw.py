@@ -1,0 +1,45 @@
+"""AdamW for the parameters that are no hidden matrices: torch's own function, torch's own state.
+
+Bit for bit `torch.optim.AdamW`, including its choice between foreach and fused, which a group may
+set with the keys `foreach` and `fused`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+
+def init_state(p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+    if "step" in state:
+        return
+    # As torch does: a counter on the host costs no kernel; the fused kernel wants it on the device.
+    device = p.device if group.get("fused") else "cpu"
+    state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+    state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+    state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+
+
+def update(
+    params: Sequence[Tensor], states: Sequence[dict[str, Any]], group: dict[str, Any]
+) -> None:
+    beta1, beta2 = group["betas"]
+    adamw(
+        list(params),
+        [p.grad for p in params if p.grad is not None],
+        [state["exp_avg"] for state in states],
+        [state["exp_avg_sq"] for state in states],
+        [],
+        [state["step"] for state in states],
+        foreach=group.get("foreach"),
+        fused=group.get("fused"),
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=group["maximize"],
+    )

@@ -1,0 +1,139 @@
+"""What a group may hold. Checked once, when it is added; an error names the key or the parameter,
+shows the value and says what would be right."""
+
+from collections.abc import Callable, Mapping
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from angular_muown.stages.orthogonalize import ORTHOGONALIZERS
+from angular_muown.stages.radius import RADII
+from angular_muown.stages.scale import SCALES
+from angular_muown.views import VIEWS, Layout
+
+ALGORITHMS = ("matrix", "adamw")
+WRITE_BACKS = ("stochastic", "master")
+STATE_DTYPES = (None, "float32", "float64", "bfloat16", "float16")
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and isfinite(x)
+
+
+def _is_rate(x: Any) -> bool:
+    if isinstance(x, Tensor):
+        return x.numel() == 1 and _is_rate(x.item())
+    return _is_number(x) and x >= 0
+
+
+def _is_fraction(x: Any) -> bool:
+    return _is_number(x) and 0 <= x < 1
+
+
+def _is_bool(x: Any) -> bool:
+    return isinstance(x, bool)
+
+
+def _is_cut(x: Any) -> bool:
+    if isinstance(x, list | tuple):
+        return all(isinstance(size, int) for size in x) and len(x) > 0
+    return x is None or (isinstance(x, int) and not isinstance(x, bool) and x >= 1)
+
+
+def _one_of(names: Any) -> tuple[Callable[[Any], bool], str]:
+    return (lambda x: x in tuple(names)), "one of " + ", ".join(map(repr, names))
+
+
+_RATE = (_is_rate, "a finite number >= 0")
+_FRACTION = (_is_fraction, "a number in [0, 1)")
+_BOOL = (_is_bool, "True or False")
+_CUT = (_is_cut, "None, a number of equal blocks >= 1, or a list of block sizes")
+
+RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "lr": (_is_rate, "a finite number >= 0, or a tensor with one such element"),
+    "momentum": _FRACTION,
+    "nesterov": _BOOL,
+    "betas": (
+        lambda x: isinstance(x, list | tuple) and len(x) == 2 and all(map(_is_fraction, x)),
+        "two numbers in [0, 1)",
+    ),
+    "eps": _RATE,
+    "warmup_steps": (
+        lambda x: isinstance(x, int) and not isinstance(x, bool) and x >= 0,
+        "a whole number >= 0",
+    ),
+    "decay_scale": _RATE,
+    "decay_degree": _RATE,
+    "row_beta": _FRACTION,
+    "radius_lr": (lambda x: x is None or _is_rate(x), "None (follow lr) or a finite number >= 0"),
+    "weight_decay": _RATE,
+    "maximize": _BOOL,
+    "scale": _one_of(SCALES),
+    "orthogonalize": _one_of(ORTHOGONALIZERS),
+    "radius": _one_of(RADII),
+    "algorithm": _one_of(ALGORITHMS),
+    "write_back": _one_of(WRITE_BACKS),
+    "state_dtype": _one_of(STATE_DTYPES),
+    "view": _one_of(VIEWS),
+    "transposed": _BOOL,
+    "blocks": _CUT,
+    "column_blocks": _CUT,
+}
+
+
+def check_values(group: Mapping[str, Any]) -> None:
+    for key, (is_valid, wanted) in RULES.items():
+        if key in group and not is_valid(group[key]):
+            raise ValueError(f"{key}={group[key]!r} is not valid: it must be {wanted}")
+    if group.get("radius_lr") is not None and float(group["lr"]) == 0:
+        raise ValueError(
+            f"radius_lr={group['radius_lr']!r} with lr=0: radius_lr is scheduled in proportion to "
+            "lr, so lr must start above 0"
+        )
+
+
+def parameter_names(group: Mapping[str, Any], index: int) -> list[str]:
+    """A name for each parameter of a group, for errors and reports."""
+    if "param_names" in group:
+        return list(group["param_names"])
+    return [f"param_groups[{index}]['params'][{i}]" for i in range(len(group["params"]))]
+
+
+def check_parameter(p: Tensor, name: str, group: Mapping[str, Any]) -> None:
+    """A parameter in a group for matrices has to be readable as matrices."""
+    label = f"parameter {name!r} (shape {tuple(p.shape)}, {p.dtype}, {p.layout})"
+    elsewhere = "put it into a group with algorithm='adamw', or let plan(model) sort it"
+    if p.is_complex() or not p.is_floating_point():
+        raise ValueError(f"{label} is not real floating point: {elsewhere}")
+    if group["algorithm"] == "adamw":
+        return
+    if p.layout != torch.strided:
+        raise ValueError(f"{label} is not dense: {elsewhere}")
+    if getattr(p, "_is_flat_param", False):
+        raise ValueError(
+            f"{label} is a flat parameter of FSDP1, which has no matrices: use fully_shard (FSDP2)"
+        )
+    if p.ndim < 2:
+        raise ValueError(f"{label} is no matrix: {elsewhere}")
+    if p.numel() == 0:
+        raise ValueError(f"{label} has no elements: leave it out")
+    try:
+        Layout.of(group).check(p)
+    except ValueError as error:
+        raise ValueError(f"{label} {error}") from None
+
+
+def check_gradient(p: Tensor, name: str) -> None:
+    """Looked at before anything moves: a step is taken by all parameters or by none."""
+    if p.grad is not None and p.grad.layout != torch.strided:
+        raise ValueError(
+            f"parameter {name!r} (shape {tuple(p.shape)}) has a {p.grad.layout} gradient: "
+            "only dense ones are supported; for an embedding set sparse=False"
+        )
+    if hasattr(p, "device_mesh"):
+        raise ValueError(
+            f"parameter {name!r} (shape {tuple(p.shape)}) is a DTensor: sharded parameters are not "
+            "supported by this version; keep the parameters of this optimizer whole on each rank"
+        )

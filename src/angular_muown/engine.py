@@ -1,0 +1,164 @@
+"""The only step of the family, its state, and the contract with torch.optim.
+
+Numbers live in the param groups, as plain values; choices live in `recipe(group)`. The object has
+no attributes of its own, because torch drops them on deepcopy and pickle.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo  # imports dynamo at the first call, not with us
+
+from angular_muown import adamw, checks
+from angular_muown.loading import load_keeping_dtypes
+from angular_muown.recipe import Recipe
+from angular_muown.stages.charts import row_signs
+from angular_muown.stages.momentum import heavy_ball
+from angular_muown.views import Layout, Leaf, Stack, stacks
+
+Observer = Callable[[Stack, Tensor, Tensor], None]
+
+ENGINE_DEFAULTS: dict[str, Any] = {
+    "algorithm": "matrix",
+    "view": "matrix",
+    "transposed": False,
+    "blocks": None,
+    "column_blocks": None,
+    "step": 0,  # the group's steps so far: kappa's clock
+}
+
+
+def radius_rate(group: dict[str, Any]) -> float | Tensor:
+    """The radii's learning rate now: `radius_lr` is given for the lr that the group started with
+    and follows every schedule of lr."""
+    if group.get("radius_lr") is None:
+        return group["lr"]
+    return group["radius_lr"] / group["base_lr"] * group["lr"]
+
+
+def update(stack: Stack, recipe: Recipe, group: dict[str, Any], observer: Observer | None) -> None:
+    """One step of every matrix of a stack: the family's equation, top to bottom."""
+    lr, rows = group["lr"], stack.rows
+    at = recipe.chart.split(stack.W, stack.G, rows)
+    M, X = heavy_ball(stack.M, at.T, group["momentum"], group["nesterov"])
+    Q = recipe.normalize(recipe.orthogonalize(X), rows)
+    if observer is not None:
+        observer(stack, at.U, Q)
+    # Decoupled decay, W <- (1 - lr weight_decay) W: since W = g U, it shrinks through g alone.
+    g = at.g * (1 - lr * group["weight_decay"]) if group["weight_decay"] else at.g
+    g = recipe.radius(g, at.r, rows, radius_rate(group), stack.t)
+    W = recipe.chart.join(at, -lr * recipe.kappa * recipe.scale(*stack.shape) * Q, g, rows)
+    if recipe.radius.signed:  # rows whose length crossed zero turn round, with all along them
+        signs = row_signs(g)
+        M, rows["exp_avg"] = M * signs, rows["exp_avg"] * signs
+    stack.write(W, M, rows)
+
+
+class Engine(torch.optim.Optimizer):
+    """Base of the family. A member gives defaults and `recipe(group)`, nothing else."""
+
+    observer: Observer | None = None  # set on an instance by AngleMonitor, never saved
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        own = {"family": type(self).__name__}  # so that another member's state is recognised
+        super().__init__(params, {**ENGINE_DEFAULTS, **own, **defaults})
+
+    def recipe(self, group: dict[str, Any]) -> Recipe:
+        """What this member does with the matrices of a group, at the group's current step."""
+        raise TypeError(f"{type(self).__name__} has no recipe: use a member of the family")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Checks everything before the group is added: an error leaves the optimizer as it was."""
+        group = {**self.defaults, **param_group}
+        if isinstance(group["state_dtype"], torch.dtype):  # a group holds names and numbers only
+            name = str(group["state_dtype"]).removeprefix("torch.")
+            group["state_dtype"] = param_group["state_dtype"] = name
+        checks.check_values(group)
+        param_group.setdefault("base_lr", float(group["lr"]))
+        super().add_param_group(param_group)
+        try:
+            self._check_parameters(len(self.param_groups) - 1)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def _check_parameters(self, index: int) -> None:
+        group = self.param_groups[index]
+        if not group["params"]:
+            raise ValueError(f"group {index} has no parameters: leave it out")
+        for p, name in zip(group["params"], checks.parameter_names(group, index), strict=True):
+            checks.check_parameter(p, name, group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of all groups; parameters without a gradient stay as they are."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._advance()
+        return loss
+
+    @_disable_dynamo
+    def _advance(self) -> None:
+        active = [self._with_gradient(i) for i in range(len(self.param_groups))]
+        rehearsal = not self.state and self._moves_nothing(active)
+        for group, params in zip(self.param_groups, active, strict=True):
+            for p in params:
+                self._init_state(p, group)
+            if rehearsal or not params:
+                continue
+            if group["algorithm"] == "adamw":
+                adamw.update(params, [self.state[p] for p in params], group)
+            else:
+                self._advance_matrices(params, group)
+            group["step"] += 1
+
+    def _with_gradient(self, index: int) -> list[Tensor]:
+        group = self.param_groups[index]
+        for p, name in zip(group["params"], checks.parameter_names(group, index), strict=True):
+            checks.check_gradient(p, name)
+        return [p for p in group["params"] if p.grad is not None]
+
+    def _moves_nothing(self, active: list[list[Tensor]]) -> bool:
+        """torch's distributed checkpoint makes a fresh optimizer's state by a step with lr = 0 and
+        zero gradients. It shall create the state and change nothing: no counter, no weight."""
+        return all(float(group["lr"]) == 0 for group in self.param_groups) and not any(
+            p.grad is not None and p.grad.any() for params in active for p in params
+        )
+
+    def _advance_matrices(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        recipe, layout = self.recipe(group), Layout.of(group)
+        for p in params:
+            self.state[p]["step"] += 1
+        leaves = [Leaf(p, self.state[p], layout) for p in params]
+        noise = group["step"] if group["write_back"] == "stochastic" else None
+        for stack in stacks(leaves, recipe.rows, group["maximize"], noise):
+            update(stack, recipe, group, self.observer)
+        for leaf in leaves:
+            leaf.close()
+
+    def _init_state(self, p: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[p]
+        if group["algorithm"] == "adamw":
+            adamw.init_state(p, group, state)
+            return
+        compute = torch.promote_types(p.dtype, torch.float32)
+        if "step" not in state:
+            # float32 on the host: a bf16 counter stops at 256, one on the device costs a sync
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            dtype = getattr(torch, group["state_dtype"]) if group["state_dtype"] else compute
+            state["momentum_buffer"] = torch.zeros(p.shape, dtype=dtype, device=p.device)
+        for name in self.recipe(group).rows:
+            if name not in state:
+                shape = Layout.of(group).row_shape(p)
+                state[name] = torch.zeros(shape, dtype=compute, device=p.device)
+        if group["write_back"] == "master" and p.dtype != compute and "master" not in state:
+            state["master"] = p.detach().to(compute, memory_format=torch.contiguous_format)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Like every torch optimizer, takes over the groups' values from the state dict; where
+        that changes kappa, a warning shows both values. State keeps the dtypes it was saved in."""
+        load_keeping_dtypes(self, super().load_state_dict, state_dict)

@@ -1,0 +1,158 @@
+"""AngleMonitor: what an optimizer does to the rows of a model, as numbers.
+
+    monitor = AngleMonitor(model, optimizer, every=50)     # any torch optimizer
+    ...
+    if values := monitor.read():                           # {} until something was measured
+        wandb.log(values)                                  # or writer.add_scalar(k, v, step)
+
+A measured step costs a copy of the hidden matrices; the others cost nothing. Numbers stay on the
+device until `read`.
+"""
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from angular_muown.engine import ENGINE_DEFAULTS, Engine
+from angular_muown.roles import hidden_matrices
+from angular_muown.stages.charts import nonzero, normalize_rows, row_norm
+from angular_muown.stages.normalize import frobenius
+from angular_muown.views import Layout, Stack
+
+
+def row_angles(before: Tensor, after: Tensor) -> Tensor:
+    """Radians between rows; nan where one of them is zero.
+
+    2 asin(|u' - u| / 2): arccos cannot see below 3e-4 rad in float32. A row that went through zero
+    changed its sign but did not turn, so u and -u count as the same direction.
+    """
+    u, v = normalize_rows(before), normalize_rows(after)
+    chord = torch.minimum(row_norm(v - u), row_norm(v + u))
+    angle = 2 * torch.asin((chord / 2).clamp(max=1))
+    defined = (row_norm(before) > 0) & (row_norm(after) > 0)
+    return torch.where(defined, angle, torch.full_like(angle, torch.nan)).squeeze(-1)
+
+
+def orthogonality_error(Q: Tensor) -> Tensor:
+    """|Q Q^T - I|_F / sqrt(k) on the short side, for each matrix of (..., m, n)."""
+    Q = Q.mT if Q.shape[-2] > Q.shape[-1] else Q
+    eye = torch.eye(Q.shape[-2], dtype=Q.dtype, device=Q.device)
+    return (frobenius(Q @ Q.mT - eye) / Q.shape[-2] ** 0.5).flatten(-3)
+
+
+class AngleMonitor:
+    """Measures every `every`-th step of `optimizer`, by hooks; `close()` takes them off.
+
+    Overall and per parameter (`key/parameter name`): `angle_mean`, `angle_max` (radians per step),
+    `row_norm_mean`, `row_norm_max`; for this package's optimizers also `radial_mean` (mean of
+    |<Q_i, U_i>|), `orthogonality_error` and, where there is one, `kappa`.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, every: int = 1) -> None:
+        if not isinstance(every, int) or every < 1:
+            raise ValueError(f"every={every!r} is not valid: it must be a whole number >= 1")
+        self.model, self.optimizer, self.every = model, optimizer, every
+        self.steps = 0
+        self._layouts: dict[str, Layout] = {}
+        self._before: dict[str, list[Tensor]] = {}
+        self._measured: dict[str, dict[str, Tensor]] = {}
+        self._kappa: float | None = None
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._start),
+            optimizer.register_step_post_hook(self._finish),
+        ]
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def read(self) -> dict[str, float]:
+        """The last measured step, once: a second call without a new measurement gives {}."""
+        measured, self._measured = self._measured, {}
+        if not measured:
+            return {}
+        columns: dict[str, list[float]] = defaultdict(list)
+        values: dict[str, float] = {}
+        for name, numbers in measured.items():
+            for key, number in numbers.items():
+                values[f"{key}/{name}"] = number.item()
+                columns[key].append(values[f"{key}/{name}"])
+        weights = columns.pop("rows")
+        for key, column in columns.items():
+            values[key] = max(column) if key.endswith("_max") else _mean(column, weights)
+        if self._kappa is not None:
+            values["kappa"] = self._kappa
+        return {key: value for key, value in values.items() if not key.startswith("rows/")}
+
+    def _parameters(self) -> dict[str, tuple[Tensor, dict[str, Any]]]:
+        """name -> parameter and group values, looked up anew: frameworks swap parameters."""
+        named: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
+        if isinstance(self.optimizer, Engine):
+            groups = [g for g in self.optimizer.param_groups if g["algorithm"] == "matrix"]
+            return {named[p]: (p, g) for g in groups for p in g["params"] if p in named}
+        hidden = hidden_matrices(self.model)
+        owned = [p for g in self.optimizer.param_groups for p in g["params"] if p in named]
+        return {
+            named[p]: (p, {**ENGINE_DEFAULTS, **hidden[named[p]]})
+            for p in owned
+            if named[p] in hidden
+        }
+
+    def _start(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self.steps % self.every:
+            return
+        parameters = self._parameters()
+        self._measured = {name: {} for name in parameters}
+        self._layouts = {name: Layout.of(group) for name, (_, group) in parameters.items()}
+        for name, (p, _) in parameters.items():
+            self._before[name] = self._matrices(name, p, copy=True)
+        if isinstance(optimizer, Engine):
+            optimizer.observer = self._observe
+            groups = [group for _, group in parameters.values()]
+            kappa = getattr(optimizer, "kappa", None)
+            self._kappa = kappa(groups[0]) if kappa is not None and groups else None
+
+    def _matrices(self, name: str, p: Tensor, copy: bool = False) -> list[Tensor]:
+        dtype = torch.promote_types(p.dtype, torch.float32)
+        return [X.detach().to(dtype, copy=copy) for X in self._layouts[name].cut(p)]
+
+    def _observe(self, stack: Stack, U: Tensor, Q: Tensor) -> None:
+        named: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
+        radial = (Q * normalize_rows(U)).sum(dim=-1).abs().mean(dim=-1)
+        error = orthogonality_error(Q)
+        start = 0
+        for piece in stack.pieces:
+            numbers = self._measured.get(named.get(piece.parameter, ""), {})
+            part = slice(start, start := start + piece.W.shape[0])
+            for key, value in (("radial_mean", radial), ("orthogonality_error", error)):
+                seen = [numbers[key]] if key in numbers else []
+                numbers[key] = torch.stack([*seen, value[part].mean()]).mean()
+
+    def _finish(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        measuring = self.steps % self.every == 0
+        self.steps += 1
+        if not measuring:
+            return
+        vars(optimizer).pop("observer", None)
+        for name, (p, _) in self._parameters().items():
+            after = self._matrices(name, p)
+            pairs = zip(self._before.pop(name), after, strict=True)
+            angles = [row_angles(a, b).flatten() for a, b in pairs]
+            self._record(name, torch.cat(angles), torch.cat([row_norm(X).flatten() for X in after]))
+
+    def _record(self, name: str, angles: Tensor, norms: Tensor) -> None:
+        turned = angles.nan_to_num()
+        count = nonzero(angles.isfinite().sum())
+        self._measured[name] |= {
+            "rows": count,
+            "angle_mean": turned.sum() / count,
+            "angle_max": turned.max(),
+            "row_norm_mean": norms.mean(),
+            "row_norm_max": norms.max(),
+        }
+
+
+def _mean(column: list[float], weights: list[float]) -> float:
+    return sum(c * w for c, w in zip(column, weights, strict=True)) / sum(weights)

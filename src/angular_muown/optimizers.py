@@ -1,0 +1,239 @@
+"""The family: equations, defaults and recipes. There is no step() here.
+
+Shared letters: W weight (m x n), G gradient, M momentum, Q polar factor, eta = lr, s = s(m, n),
+g row lengths, U unit rows, r_i = <G_i, U_i>. X = G' + beta M is the Nesterov look-ahead of the
+gradient G' that a member feeds into M <- beta M + G'.
+
+Arguments that all members share:
+    params: parameters, (name, parameter) pairs, or groups such as `plan(model)` makes.
+    lr: learning rate eta, a float or a one-element tensor; schedulers act on it.
+    momentum, nesterov: beta, and whether the look-ahead is used.
+    betas, eps: Adam's, for the row lengths and for groups with algorithm="adamw".
+    scale: "fan_ratio" sqrt(max(1, m/n)), "adam_rms" 0.2 sqrt(max(m, n)), "rms" or "none".
+    orthogonalize: "polar_express", "newton_schulz", "gram" or "svd".
+    weight_decay: decoupled, W <- (1 - lr * weight_decay) W.
+    maximize: ascend.
+    state_dtype: dtype of the momentum; None is float32 (float64 for float64 weights).
+    write_back: for 16-bit weights, "stochastic" rounding or a float32 "master" copy.
+Arguments of the members with row lengths:
+    radius: "adam", "log_adam" (multiplicative) or "fixed".
+    radius_lr: the row lengths' learning rate at the initial lr; follows lr's schedule. None: lr.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from angular_muown.engine import Engine
+from angular_muown.recipe import Radius, Recipe
+from angular_muown.schedules import angle_degrees, inverse_polynomial
+from angular_muown.stages.charts import Flat, Oblique, WeightNorm
+from angular_muown.stages.normalize import RowSecondMoment
+from angular_muown.stages.orthogonalize import ORTHOGONALIZERS
+from angular_muown.stages.radius import RADII
+from angular_muown.stages.scale import SCALES
+
+Group = dict[str, Any]
+
+
+def _arguments(local_names: dict[str, Any]) -> dict[str, Any]:
+    """A constructor's keyword arguments, which are the group's defaults one to one."""
+    return {k: v for k, v in local_names.items() if k not in ("self", "params", "__class__")}
+
+
+def _polar(group: Group) -> Callable[[Tensor], Tensor]:
+    return ORTHOGONALIZERS[group["orthogonalize"]]
+
+
+def _scale(group: Group) -> Callable[[int, int], float]:
+    return SCALES[group["scale"]]
+
+
+def _radius(group: Group) -> Radius:
+    return RADII[group["radius"]](group["betas"], group["eps"])
+
+
+class AngularMuown(Engine):
+    """W = Diag(g) U with unit rows; an angle of about lr * kappa per step.
+
+        T = g (G - r U)                                       tangent gradient
+        M = beta M + T;  Q = polar(T + beta M)
+        U <- rownormalize(U - lr kappa_t s Q)                 Muon turns the rows
+        g <- Adam(g, r; lr)                                   Adam moves their lengths
+        kappa_t = (1 + decay_scale (t - warmup_steps)_+)^(-decay_degree)
+
+    Args (the shared ones are in this module's docstring):
+        warmup_steps: steps at kappa = 1; use the warm-up of your learning-rate schedule.
+        decay_scale, decay_degree: c and p of kappa; degree 0 keeps kappa = 1 (for a schedule of
+            lr that falls all the way, such as cosine).
+
+    Paper: Huebler, Lion, Orvieto, He: Muown Implicitly Performs Angular Step-size Decay, 2026.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 0.02,
+        *,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        warmup_steps: int = 0,
+        decay_scale: float = 1e-3,
+        decay_degree: float = 1.0,
+        scale: str = "fan_ratio",
+        orthogonalize: str = "polar_express",
+        radius: str = "adam",
+        radius_lr: float | None = None,
+        weight_decay: float = 0.0,
+        maximize: bool = False,
+        state_dtype: str | torch.dtype | None = None,
+        write_back: str = "stochastic",
+    ) -> None:
+        super().__init__(params, _arguments(locals()))
+
+    def kappa(self, group: Group) -> float:
+        """The angular multiplier of the group's next step."""
+        return inverse_polynomial(
+            group["step"], group["warmup_steps"], group["decay_scale"], group["decay_degree"]
+        )
+
+    def angle(self, group: Group) -> float:
+        """Degrees that the next step turns a typical row by (with the fan_ratio scale)."""
+        return angle_degrees(float(group["lr"]), self.kappa(group))
+
+    def recipe(self, group: Group) -> Recipe:
+        kappa = self.kappa(group)
+        radius = _radius(group)
+        return Recipe(Oblique(), _polar(group), _scale(group), radius=radius, kappa=kappa)
+
+
+class Muown(Engine):
+    """Weight normalisation inside: W = Diag(g / rho) R, rho_i = |R_i|, U = R / rho.
+
+        T = (g / rho)(G - r U)
+        M = beta M + T;  Q = polar(T + beta M)
+        R <- R - lr s Q                           the angle falls as rho grows
+        g <- Adam(g, r; lr)
+
+    Paper: Lion et al.: Muown, 2026; the gradient is that of its published code.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 4e-3,
+        *,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        scale: str = "adam_rms",
+        orthogonalize: str = "newton_schulz",
+        radius: str = "adam",
+        radius_lr: float | None = None,
+        weight_decay: float = 0.0,
+        maximize: bool = False,
+        state_dtype: str | torch.dtype | None = None,
+        write_back: str = "stochastic",
+    ) -> None:
+        super().__init__(params, _arguments(locals()))
+
+    def recipe(self, group: Group) -> Recipe:
+        return Recipe(WeightNorm(), _polar(group), _scale(group), radius=_radius(group))
+
+
+class NorMuown(Engine):
+    """Muown with NorMuon's row normalisation of Q: R <- R - lr s rownorm(Q). See both."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 4e-3,
+        *,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        row_beta: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        scale: str = "adam_rms",
+        orthogonalize: str = "newton_schulz",
+        radius: str = "adam",
+        radius_lr: float | None = None,
+        weight_decay: float = 0.0,
+        maximize: bool = False,
+        state_dtype: str | torch.dtype | None = None,
+        write_back: str = "stochastic",
+    ) -> None:
+        super().__init__(params, _arguments(locals()))
+
+    def recipe(self, group: Group) -> Recipe:
+        rows = RowSecondMoment(group["row_beta"])
+        return Recipe(WeightNorm(), _polar(group), _scale(group), rows, _radius(group))
+
+
+class Muon(Engine):
+    """The weight itself, no radii.
+
+        M = beta M + G;  Q = polar(G + beta M)
+        W <- (1 - lr weight_decay) W - lr s Q
+
+    scale="fan_ratio" is Keller Jordan's rule, "adam_rms" Moonlight's (arXiv 2502.16982).
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 0.02,
+        *,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        scale: str = "fan_ratio",
+        orthogonalize: str = "newton_schulz",
+        weight_decay: float = 0.1,
+        maximize: bool = False,
+        state_dtype: str | torch.dtype | None = None,
+        write_back: str = "stochastic",
+    ) -> None:
+        super().__init__(params, _arguments(locals()))
+
+    def recipe(self, group: Group) -> Recipe:
+        return Recipe(Flat(), _polar(group), _scale(group))
+
+
+class NorMuon(Engine):
+    """Muon with rows of Q normalised by their second moment.
+
+        v = row_beta v + (1 - row_beta) mean(Q_i^2)
+        Q <- Q / sqrt(v), then back to the Frobenius norm that Q had
+        W <- (1 - lr weight_decay) W - lr s Q
+
+    Paper: Li et al.: NorMuon, arXiv 2510.05491.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 4e-3,
+        *,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        row_beta: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        scale: str = "fan_ratio",
+        orthogonalize: str = "newton_schulz",
+        weight_decay: float = 0.0,
+        maximize: bool = False,
+        state_dtype: str | torch.dtype | None = None,
+        write_back: str = "stochastic",
+    ) -> None:
+        super().__init__(params, _arguments(locals()))
+
+    def recipe(self, group: Group) -> Recipe:
+        return Recipe(Flat(), _polar(group), _scale(group), RowSecondMoment(group["row_beta"]))

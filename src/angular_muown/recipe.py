@@ -1,0 +1,53 @@
+"""A recipe: one field per arrow of the flow in `engine.update`, and what each stage must offer.
+
+Recipes are made from a param group's plain values at every step (`recipe(group)`), never stored:
+a function in a group would break `torch.load(weights_only=True)`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from angular_muown.stages.charts import Rows, Split
+from angular_muown.stages.normalize import AsIs
+from angular_muown.stages.radius import Fixed
+
+
+class Stage(Protocol):
+    """`rows` names the row vectors that a stage keeps between steps; they start at zero."""
+
+    @property
+    def rows(self) -> tuple[str, ...]: ...
+
+
+class Chart(Stage, Protocol):
+    def split(self, W: Tensor, G: Tensor, rows: Rows) -> Split: ...
+    def join(self, at: Split, step: Tensor, g: Tensor, rows: Rows) -> Tensor: ...
+
+
+class Normalize(Stage, Protocol):
+    def __call__(self, Q: Tensor, rows: Rows) -> Tensor: ...
+
+
+class Radius(Stage, Protocol):
+    @property
+    def signed(self) -> bool: ...
+    def __call__(
+        self, g: Tensor, r: Tensor, rows: Rows, lr: float | Tensor, t: float
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Recipe:
+    chart: Chart
+    orthogonalize: Callable[[Tensor], Tensor]
+    scale: Callable[[int, int], float]
+    normalize: Normalize = field(default_factory=AsIs)
+    radius: Radius = field(default_factory=Fixed)
+    kappa: float = 1.0  # the angular multiplier at this step
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        return (*self.chart.rows, *self.normalize.rows, *self.radius.rows)

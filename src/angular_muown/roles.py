@@ -1,0 +1,154 @@
+"""What a parameter is, told by the module that owns it: embedding, head, router, hidden matrix."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from angular_muown.patterns import Patterns
+
+# Usual names of output heads and of embeddings that are no nn.Embedding, as path components.
+HEAD_NAMES = frozenset(
+    ("lm_head", "head", "classifier", "score", "unembed", "unembedding", "embed_out",
+     "output_projection", "qa_outputs")
+)  # fmt: skip
+EMBEDDING_NAMES = frozenset(
+    ("patch_embed", "patch_embedding", "patch_embeddings", "pos_embed", "pos_embedding",
+     "position_embedding", "position_embeddings", "cls_token", "mask_token", "register_tokens")
+)  # fmt: skip
+ROUTER_NAMES = frozenset(("router",))
+GATE_NAMES = frozenset(("gate", "wg"))  # a router where experts stand beside it, else a GLU's gate
+RNN_GATES = {nn.LSTM: 4, nn.GRU: 3, nn.RNN: 1}
+
+
+@dataclass(frozen=True)
+class Role:
+    algorithm: str
+    reason: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+def find_roles(
+    model: nn.Module,
+    named: list[tuple[str, nn.Parameter]],
+    patterns: Patterns,
+    declared: Mapping[str, Role],
+    head: str | Iterable[str] | None,
+) -> dict[str, Role]:
+    """name -> role for all names, or an error that lists what could not be judged."""
+    owners = _owners(model)
+    heads = _find_heads(model, named, owners, patterns, head)
+    roles: dict[str, Role] = {}
+    unknown: list[str] = []
+    for name, p in named:
+        role = declared.get(name)
+        if role is None and name in heads:
+            role = Role("adamw", "head")
+        if role is None:
+            role = _judge(name, p, owners[p], model)
+        if role is None:
+            unknown.append(f"'{name}' {tuple(p.shape)} in {type(owners[p][0][1]).__name__}")
+        else:
+            roles[name] = role
+    if unknown:
+        raise ValueError(
+            f"plan cannot judge {', '.join(unknown)}: declare each with matrix=[...] (a hidden "
+            "matrix, out x in), transposed=[...] (in x out), stacks=[...] (experts) or adamw=[...]"
+        )
+    settled = heads or any(role.algorithm == "adamw" for role in declared.values())
+    if head == "auto" and not settled:
+        raise ValueError(
+            f"plan finds no output head in {type(model).__name__}: name it with head='pattern', or "
+            "pass head=None if it has none or shares the embedding's weight"
+        )
+    return roles
+
+
+def hidden_matrices(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """name -> group values of what looks like a hidden matrix, for reports: nothing is refused."""
+    named = list(model.named_parameters())
+    owners = _owners(model)
+    heads = _find_heads(model, named, owners, Patterns(name for name, _ in named), "auto")
+    unknown = Role("matrix", "unknown", {})
+    found = {}
+    for name, p in named:
+        role = _judge(name, p, owners[p], model) or unknown
+        if name not in heads and role.algorithm == "matrix":
+            stack = {"view": "stack"} if role is unknown and p.ndim > 2 else {}
+            found[name] = {**role.values, **stack}
+    return found
+
+
+Owner = tuple[str, nn.Module, str]  # the module's path, the module, the parameter's own name
+
+
+def _owners(model: nn.Module) -> dict[Tensor, list[Owner]]:
+    """Every place where a parameter is used: tied weights have several."""
+    owners: dict[Tensor, list[Owner]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for own, p in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(p, []).append((path, module, own))
+    return owners
+
+
+def _find_heads(
+    model: nn.Module,
+    named: list[tuple[str, nn.Parameter]],
+    owners: Mapping[Tensor, list[Owner]],
+    patterns: Patterns,
+    head: str | Iterable[str] | None,
+) -> set[str]:
+    if head is None:
+        return set()
+    if head != "auto":
+        wanted = [head] if isinstance(head, str) else list(head)
+        return {name for pattern in wanted for name in patterns.matching("head", pattern)}
+    reported = getattr(model, "get_output_embeddings", lambda: None)()
+    weights = set(reported.parameters()) if isinstance(reported, nn.Module) else set()
+    return {
+        name
+        for name, p in named
+        if p in weights
+        or any(HEAD_NAMES.intersection(path.split(".")) for path, _, _ in owners[p])
+        or (len(owners[p]) > 1 and any(isinstance(m, nn.Embedding) for _, m, _ in owners[p]))
+    }
+
+
+def _judge(name: str, p: Tensor, owners: list[Owner], model: nn.Module) -> Role | None:
+    if any(isinstance(module, nn.Embedding | nn.EmbeddingBag) for _, module, _ in owners):
+        return Role("adamw", "embedding")
+    if EMBEDDING_NAMES.intersection(name.split(".")):
+        return Role("adamw", "embedding")
+    if p.ndim < 2:
+        return Role("adamw", "vector" if p.ndim else "scalar")
+    path, module, own = owners[0]
+    if isinstance(module, nn.Linear):
+        return Role("adamw", "router") if _is_router(path, model) else Role("matrix", "hidden")
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return _judge_conv(module)
+    if isinstance(module, nn.MultiheadAttention):
+        return Role("matrix", "fused q, k, v" if own == "in_proj_weight" else "hidden",
+                    {"blocks": 3} if own == "in_proj_weight" else {})  # fmt: skip
+    for kind, gates in RNN_GATES.items():
+        if isinstance(module, kind):
+            projection = own.startswith("weight_hr")
+            return Role("matrix", "recurrent", {} if projection else {"blocks": gates})
+    return None
+
+
+def _judge_conv(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> Role:
+    if module.groups > 1 and module.groups == module.in_channels:
+        return Role("adamw", "depthwise")
+    values: dict[str, Any] = {"view": "conv"}
+    if module.groups > 1:
+        values["blocks"] = module.groups
+    return Role("matrix", "convolution", values)
+
+
+def _is_router(path: str, model: nn.Module) -> bool:
+    *above, own = path.split(".")
+    if own in ROUTER_NAMES:
+        return True
+    siblings = model.get_submodule(".".join(above)).named_children()
+    return own in GATE_NAMES and any("expert" in name for name, _ in siblings)

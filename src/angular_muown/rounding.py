@@ -1,0 +1,40 @@
+"""Stochastic rounding from float32 to a 16-bit weight.
+
+Rounding to nearest swallows every step below half a unit in the last place: a cool-down passes
+that floor (1e-3 rad in bf16). Rounded up with the probability of the remainder, the weight moves
+by the asked amount on average.
+"""
+
+import torch
+from torch import Tensor
+
+DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}  # mantissa bits that float32 has beyond
+WORD = 0xFFFFFFFF
+
+
+def round_stochastically(X: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
+    """X (..., m, n) in float32 to `dtype`; the same seed gives the same result.
+
+    The noise is a hash of (seed, row, column), not a generator's state: nothing to save, replicas
+    agree, a resumed run repeats it, and torch's own random numbers are left alone.
+    """
+    m, n = X.shape[-2:]
+    row = torch.arange(m, device=X.device, dtype=torch.int64).unsqueeze(-1)
+    column = torch.arange(n, device=X.device, dtype=torch.int64)
+    noise = _hash(_hash(row + _hash_seed(seed)) + column)
+    mask = (1 << DROPPED_BITS[dtype]) - 1
+    bits = X.contiguous().view(torch.int32)
+    rounded = (bits + (noise & mask).to(torch.int32)) & ~mask
+    # Inf and NaN have no neighbour to go to: adding to their bits would make other values of them.
+    return torch.where(X.isfinite(), rounded.view(torch.float32), X).to(dtype)
+
+
+def _hash(x: Tensor) -> Tensor:
+    """A 32-bit integer hash (constants of lowbias32, C. Wellons 2018), in int64 words."""
+    x = ((x ^ (x >> 16)) & WORD) * 0x7FEB352D & WORD
+    x = ((x ^ (x >> 15)) & WORD) * 0x846CA68B & WORD
+    return x ^ (x >> 16)
+
+
+def _hash_seed(seed: int) -> int:
+    return (seed * 0x9E3779B9 + 0x7F4A7C15) & WORD  # golden-ratio increments keep seeds apart

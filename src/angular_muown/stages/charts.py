@@ -1,0 +1,105 @@
+"""Charts: how a weight is read as direction and row lengths, and how it is written back.
+
+Every chart works on (..., m, n); row vectors are (..., m, 1) so that they broadcast over a row.
+W is the only truth: lengths and directions are read off it at every step, so weights that were
+changed from outside (a checkpoint, an EMA swap, pruning) are simply the next starting point.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Rows = dict[str, Tensor]
+
+
+class Split(NamedTuple):
+    """A weight and its gradient, read in a chart."""
+
+    U: Tensor  # the point that the step moves: W itself, or its rows at unit length
+    g: Tensor  # row lengths; W = g U
+    T: Tensor  # the gradient for the point
+    r: Tensor  # the gradient for the row lengths
+
+
+def row_norm(X: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(X, dim=-1, keepdim=True)
+
+
+def nonzero(x: Tensor) -> Tensor:
+    """A divisor: 1 in place of an exact zero. A floor such as 1e-7 would bend small values too."""
+    return torch.where(x == 0, torch.ones_like(x), x)
+
+
+def normalize_rows(X: Tensor) -> Tensor:
+    return X / nonzero(row_norm(X))
+
+
+def polar_coordinates(W: Tensor, G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Unit rows U, lengths g >= 0 and the radial gradient r_i = <G_i, U_i>.
+
+    A row at zero has no direction. It leaves along -G_i, its steepest descent, while Adam grows
+    its length from 0: continuous, and at most one learning rate long at the first step.
+    """
+    g = row_norm(W)
+    at_zero = g == 0
+    U = normalize_rows(torch.where(at_zero, -G, W))
+    return U, g, (G * U).sum(dim=-1, keepdim=True)
+
+
+@dataclass(frozen=True)
+class Flat:
+    """W itself, at the one length g = 1: nothing radial, the whole gradient moves the weight."""
+
+    rows = ()
+
+    def split(self, W: Tensor, G: Tensor, rows: Rows) -> Split:
+        return Split(W, W.new_ones(()), G, W.new_zeros(()))
+
+    def join(self, at: Split, step: Tensor, g: Tensor, rows: Rows) -> Tensor:
+        return g * at.U + step
+
+
+@dataclass(frozen=True)
+class Oblique:
+    """W = Diag(g) U with unit rows: T = g (G - r U), retraction by row normalisation."""
+
+    rows = ()
+
+    def split(self, W: Tensor, G: Tensor, rows: Rows) -> Split:
+        U, g, r = polar_coordinates(W, G)
+        return Split(U, g, g * (G - r * U), r)
+
+    def join(self, at: Split, step: Tensor, g: Tensor, rows: Rows) -> Tensor:
+        return g * normalize_rows(at.U + step)
+
+
+@dataclass(frozen=True)
+class WeightNorm:
+    """W = Diag(g / rho) R with R = rho U: the stored row norm rho divides the angle of a step.
+
+    Only rho is stored; R's direction is W's. T = (g / rho)(G - r U), the published code's rule.
+    A stored norm of 0 means "not set yet": it starts at the row's length, as R starts at W.
+    """
+
+    rows = ("stored_norm",)
+
+    def split(self, W: Tensor, G: Tensor, rows: Rows) -> Split:
+        U, g, r = polar_coordinates(W, G)
+        rows["stored_norm"] = rho = torch.where(rows["stored_norm"] == 0, g, rows["stored_norm"])
+        return Split(U, g, g / nonzero(rho) * (G - r * U), r)
+
+    def join(self, at: Split, step: Tensor, g: Tensor, rows: Rows) -> Tensor:
+        rho = rows["stored_norm"]
+        R = rho * at.U + step
+        # A row that has not left zero keeps its direction U: R has no length to carry it yet.
+        R = torch.where(rho == 0, at.U, R)
+        rows["stored_norm"] = torch.where(rho == 0, rho, row_norm(R))
+        return g * normalize_rows(R)
+
+
+def row_signs(g: Tensor) -> Tensor:
+    """-1 where a length crossed zero. The row g U with g < 0 is |g| (-U): since lengths are read
+    off W as >= 0, everything stored that points along the row has to turn with it."""
+    return torch.where(g < 0, -torch.ones_like(g), torch.ones_like(g))

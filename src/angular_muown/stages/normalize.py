@@ -1,0 +1,37 @@
+"""What may happen to the polar factor Q before it becomes a step."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from angular_muown.stages.charts import Rows, nonzero
+
+
+def frobenius(X: Tensor) -> Tensor:
+    """Row sums first, so that one matrix and a stack of them add in the same order."""
+    return X.square().sum(dim=-1, keepdim=True).sum(dim=-2, keepdim=True).sqrt()
+
+
+@dataclass(frozen=True)
+class AsIs:
+    rows = ()
+
+    def __call__(self, Q: Tensor, rows: Rows) -> Tensor:
+        return Q
+
+
+@dataclass(frozen=True)
+class RowSecondMoment:
+    """NorMuon (arXiv 2510.05491): v <- beta v + (1 - beta) mean(Q_i^2); Q_i / sqrt(v_i), then the
+    Frobenius norm that Q had. No bias correction: the restored norm cancels a common factor."""
+
+    beta: float
+    rows = ("row_second_moment",)
+
+    def __call__(self, Q: Tensor, rows: Rows) -> Tensor:
+        v = torch.lerp(Q.square().mean(dim=-1, keepdim=True), rows["row_second_moment"], self.beta)
+        rows["row_second_moment"] = v
+        # A row that never got a gradient has v = 0 and Q_i = 0: 0/0 must stay 0.
+        scaled = Q / nonzero(v.sqrt())
+        return scaled * (frobenius(Q) / nonzero(frobenius(scaled)))

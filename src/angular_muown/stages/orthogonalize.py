@@ -1,0 +1,116 @@
+"""Orthogonalizers: the polar factor of (..., m, n), tall or wide, the only step that needs a whole
+matrix. The direction of the input counts, never its size: 1e-30 X and 1e30 X give the same result,
+zero gives zero, and the input is not written."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from angular_muown.stages.charts import nonzero
+from angular_muown.stages.normalize import frobenius
+
+Triple = tuple[float, float, float]
+
+# X <- a X + (b A + c A^2) X with A = X X^T. Polar Express (Amsel et al. 2025, arXiv 2505.16932),
+# five steps for singular values in [1e-3, 1], which come out in [0.863, 1.131].
+POLAR_EXPRESS: tuple[Triple, ...] = (
+    (8.237312490495555, -23.157747414558198, 16.680568411445915),
+    (4.082441999064836, -2.8930477353325887, 0.5252849256975651),
+    (3.9263479922546556, -2.8547468034765293, 0.5318022422894989),
+    (3.2982187133085143, -2.4245419810267062, 0.48632008358844075),
+    (2.320007312889811, -1.6862169729967622, 0.42068027340235137),
+)
+POLAR_EXPRESS_MARGIN = 1.01  # input at norm 1/1.01: rounding must not leave the interval
+QUINTIC: tuple[Triple, ...] = ((3.4445, -4.7750, 2.0315),) * 5  # Keller Jordan's Muon, 2024
+GRAM_ASPECT = 2.0  # above it the Gram form needs fewer operations than the ordinary one
+GRAM_RESTART = 2  # iterations between two fresh Gram matrices: rounding grows with every square
+
+
+def polar_express(X: Tensor) -> Tensor:
+    """Five steps of Polar Express: the default."""
+    return _on_short_side(X, lambda X: _iterate(X, POLAR_EXPRESS), POLAR_EXPRESS_MARGIN)
+
+
+def newton_schulz(X: Tensor) -> Tensor:
+    """Five steps of the fixed quintic: singular values end in about [0.7, 1.2]."""
+    return _on_short_side(X, lambda X: _iterate(X, QUINTIC), 1.0)
+
+
+def gram(X: Tensor) -> Tensor:
+    """Polar Express on the small Gram matrix where the aspect ratio is above 2.
+
+    With A = X X^T and P = a I + b A + c A^2, a step is X <- P X and A <- P A P: all of it happens
+    on the short side, and the long side is touched only at a restart and at the end.
+    """
+    m, n = X.shape[-2:]
+    if max(m, n) <= GRAM_ASPECT * min(m, n):
+        return polar_express(X)
+    return _on_short_side(X, _iterate_gram, POLAR_EXPRESS_MARGIN)
+
+
+def svd(X: Tensor) -> Tensor:
+    """U V^T from the singular value decomposition: exact, in float32 or float64.
+
+    Directions below the rounding error of the largest singular value are noise and give zero.
+    """
+    X_unit = _unit(X, 1.0)
+    U, S, Vh = torch.linalg.svd(X_unit, full_matrices=False)
+    noise = S[..., :1] * max(X.shape[-2:]) * torch.finfo(S.dtype).eps
+    kept = (noise < S).to(S.dtype).unsqueeze(-2)
+    return ((U * kept) @ Vh).to(X.dtype)
+
+
+ORTHOGONALIZERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "polar_express": polar_express,
+    "newton_schulz": newton_schulz,
+    "gram": gram,
+    "svd": svd,
+}
+
+
+def iteration_dtype(X: Tensor) -> torch.dtype:
+    """bf16 on an accelerator, as published; float32 on the CPU, where it is the faster of the two
+    (by 2x with AVX512-BF16 and more without); float64 stays, so that references can be met."""
+    if X.dtype == torch.float64:
+        return torch.float64
+    return torch.float32 if X.device.type == "cpu" else torch.bfloat16
+
+
+def _unit(X: Tensor, margin: float) -> Tensor:
+    """X / (margin |X|_F) in at least float32. The largest entry is taken out first: squares of
+    1e-30 or 1e30 would leave the range of float32."""
+    X = X.to(torch.promote_types(X.dtype, torch.float32))
+    X = X / nonzero(X.abs().amax(dim=(-2, -1), keepdim=True))
+    return X / nonzero(margin * frobenius(X))
+
+
+def _on_short_side(X: Tensor, iterate: Callable[[Tensor], Tensor], margin: float) -> Tensor:
+    """Run an iteration on (batch, short, long) and give the result X's shape and dtype."""
+    tall = X.shape[-2] > X.shape[-1]
+    Y = _unit(X, margin).to(iteration_dtype(X))
+    Y = Y.mT if tall else Y
+    Y = iterate(Y.reshape(-1, *Y.shape[-2:])).reshape(Y.shape)
+    return (Y.mT if tall else Y).to(X.dtype)
+
+
+def _iterate(X: Tensor, triples: Sequence[Triple]) -> Tensor:
+    for a, b, c in triples:
+        A = torch.bmm(X, X.mT)
+        X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
+    return X
+
+
+def _iterate_gram(X: Tensor) -> Tensor:
+    # The Gram matrix squares the condition number, so its iteration stays in float32 or float64.
+    small = torch.promote_types(X.dtype, torch.float32)
+    eye = torch.eye(X.shape[-2], dtype=small, device=X.device)
+    for start in range(0, len(POLAR_EXPRESS), GRAM_RESTART):
+        A = torch.bmm(X, X.mT).to(small)
+        P = eye.expand_as(A)
+        for a, b, c in POLAR_EXPRESS[start : start + GRAM_RESTART]:
+            p = torch.baddbmm(A, A, A, beta=b, alpha=c) + a * eye
+            P = torch.bmm(p, P)
+            A = torch.bmm(p, torch.bmm(A, p))
+        X = torch.bmm(P.to(X.dtype), X)
+    return X

@@ -1,0 +1,208 @@
+"""Views: a parameter as matrices, and matrices of one shape as a stack.
+
+What a parameter means is declared in its group, never guessed from its shape:
+`view` ("matrix", "stack": leading dimensions count matrices, "conv": out x rest), `transposed`
+(stored as in x out), `blocks` (rows cut in k equal parts or the given sizes: fused q, k, v, gated
+MLPs, heads) and `column_blocks` (columns cut likewise: the heads of an output projection).
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from angular_muown.rounding import round_stochastically
+from angular_muown.stages.charts import Rows
+
+VIEWS = ("matrix", "stack", "conv")
+Cut = int | Sequence[int]
+
+
+def block_sizes(total: int, cut: Cut) -> list[int]:
+    if isinstance(cut, int):
+        if cut < 1 or total % cut:
+            raise ValueError(f"{total} does not divide into {cut} equal blocks")
+        return [total // cut] * cut
+    if min(cut, default=0) < 1 or sum(cut) != total:
+        raise ValueError(f"block sizes {list(cut)} add up to {sum(cut)}, not to {total}")
+    return list(cut)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the parameters of one group fall into matrices."""
+
+    view: str = "matrix"
+    transposed: bool = False
+    blocks: Cut = 1
+    column_blocks: Cut = 1
+
+    @staticmethod
+    def of(group: Mapping[str, Any]) -> "Layout":
+        return Layout(
+            group["view"], group["transposed"], group["blocks"] or 1, group["column_blocks"] or 1
+        )
+
+    def canonical(self, t: Tensor) -> Tensor:
+        """(count, m, n) with fan-out rows; a view of t wherever its strides allow one."""
+        if self.view == "conv":
+            t = t.reshape(t.shape[0], -1)
+        if self.transposed:
+            t = t.mT
+        return t.reshape(-1, *t.shape[-2:])
+
+    def cut(self, t: Tensor) -> list[Tensor]:
+        """The matrices of a parameter, gradient or momentum: views of (count, m_i, n_i)."""
+        X = self.canonical(t)
+        rows, columns = self._sizes(X)
+        return [b for a in X.split(rows, dim=1) for b in a.split(columns, dim=2)]
+
+    def cut_rows(self, t: Tensor) -> list[Tensor]:
+        """The same cut of a row vector, which has one column per column block."""
+        m, parts = t.shape[-2:]
+        X = t.reshape(-1, m, parts)
+        rows = block_sizes(m, self.blocks)
+        return [b for a in X.split(rows, dim=1) for b in a.split(1, dim=2)]
+
+    def row_shape(self, t: Tensor) -> tuple[int, ...]:
+        """Shape of a row vector that belongs to t: (..., m, number of column blocks)."""
+        X = self.canonical(t)
+        leading = t.shape[:-2] if self.view == "stack" else ()
+        return (*leading, X.shape[1], len(self._sizes(X)[1]))
+
+    def check(self, t: Tensor) -> None:
+        """Raise ValueError where t cannot be read this way."""
+        if self.view == "matrix" and t.ndim != 2:
+            raise ValueError(
+                "has more than 2 dimensions: declare view='stack' for a stack of matrices "
+                "(..., m, n), such as experts, or view='conv' for a convolution (out, in, ...)"
+            )
+        if self.view == "stack" and t.ndim < 3:
+            raise ValueError("has no leading dimension: view='stack' wants (..., m, n)")
+        self._sizes(self.canonical(t))
+
+    def _sizes(self, X: Tensor) -> tuple[list[int], list[int]]:
+        return block_sizes(X.shape[1], self.blocks), block_sizes(X.shape[2], self.column_blocks)
+
+
+class Piece(NamedTuple):
+    """Matrices of one shape out of one parameter: views into its storage and state."""
+
+    parameter: Tensor
+    W: Tensor
+    G: Tensor
+    M: Tensor
+    rows: Rows
+    t: float  # Adam's step count, this step included
+
+
+@dataclass
+class Stack:
+    """Equal shapes side by side: (count, m, n). One matrix is the stack with one piece."""
+
+    pieces: list[Piece]
+    maximize: bool
+    noise: int | None  # seed of the stochastic write-back; None rounds to nearest
+    compute: torch.dtype = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.compute = torch.promote_types(self.pieces[0].W.dtype, torch.float32)
+
+    def _gather(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat(tuple(parts)).to(self.compute)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        m, n = self.pieces[0].W.shape[-2:]
+        return m, n
+
+    @property
+    def t(self) -> float:
+        return self.pieces[0].t
+
+    @cached_property
+    def counts(self) -> list[int]:
+        return [piece.W.shape[0] for piece in self.pieces]
+
+    @property
+    def W(self) -> Tensor:
+        return self._gather([piece.W for piece in self.pieces])
+
+    @property
+    def G(self) -> Tensor:
+        G = self._gather([piece.G for piece in self.pieces])
+        return -G if self.maximize else G
+
+    @property
+    def M(self) -> Tensor:
+        return self._gather([piece.M for piece in self.pieces])
+
+    @property
+    def rows(self) -> Rows:
+        names = self.pieces[0].rows
+        return {name: self._gather([piece.rows[name] for piece in self.pieces]) for name in names}
+
+    def write(self, W: Tensor, M: Tensor, rows: Rows) -> None:
+        """Put results where they belong; the last thing that happens in a step."""
+        dtype = self.pieces[0].W.dtype
+        if self.noise is not None and dtype != W.dtype:
+            W = round_stochastically(W, dtype, self.noise)
+        self._scatter([piece.W for piece in self.pieces], W)
+        self._scatter([piece.M for piece in self.pieces], M)
+        for name, values in rows.items():
+            self._scatter([piece.rows[name] for piece in self.pieces], values)
+
+    def _scatter(self, parts: list[Tensor], values: Tensor) -> None:
+        for part, value in zip(parts, values.split(self.counts), strict=True):
+            part.copy_(value)
+
+
+@dataclass
+class Leaf:
+    """A parameter that takes part in this step, with its state, open for reading and writing."""
+
+    parameter: Tensor
+    state: dict[str, Any]
+    layout: Layout
+    working: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        p = self.parameter
+        if "master" in self.state:
+            master = self.state["master"]
+            # Where the weight is not its master's rounding, somebody changed it: the weight wins.
+            master.copy_(torch.where(master.to(p.dtype) == p, master, p.to(master.dtype)))
+            self.working = master
+        elif self.layout.view == "matrix" or p.is_contiguous():
+            self.working = p
+        else:  # such as a channels_last convolution: matrices of it are no views
+            self.working = p.contiguous()
+
+    def pieces(self, row_names: tuple[str, ...]) -> Iterator[Piece]:
+        cut, state = self.layout.cut, self.state
+        assert self.parameter.grad is not None
+        rows = [self.layout.cut_rows(state[name]) for name in row_names]
+        tensors = (self.working, self.parameter.grad, state["momentum_buffer"])
+        for i, (W, G, M) in enumerate(zip(*map(cut, tensors), strict=True)):
+            own = {name: parts[i] for name, parts in zip(row_names, rows, strict=True)}
+            yield Piece(self.parameter, W, G, M, own, float(state["step"]))
+
+    def close(self) -> None:
+        if self.working is not self.parameter:
+            self.parameter.copy_(self.working)
+
+
+def stacks(
+    leaves: Sequence[Leaf], row_names: tuple[str, ...], maximize: bool, noise: int | None
+) -> list[Stack]:
+    """Pieces of one shape, dtype, device and age go together."""
+    groups: dict[Any, list[Piece]] = defaultdict(list)
+    for leaf in leaves:
+        for piece in leaf.pieces(row_names):
+            key = (*piece.W.shape[-2:], piece.W.dtype, piece.W.device, piece.t)
+            groups[key].append(piece)
+    return [Stack(pieces, maximize, noise) for pieces in groups.values()]
