@@ -106,7 +106,7 @@ class AngleMonitor:
         parameters = self._parameters()
         self._measured = {name: {} for name in parameters}
         self._layouts = {name: Layout.of(group) for name, (_, group) in parameters.items()}
-        for name, (p, _) in parameters.items():
+        for name, (p, _group) in parameters.items():
             self._before[name] = self._matrices(name, p, copy=True)
         if isinstance(optimizer, Engine):
             optimizer.observer = self._observe
@@ -136,7 +136,7 @@ class AngleMonitor:
         if not measuring:
             return
         vars(optimizer).pop("observer", None)
-        for name, (p, _) in self._parameters().items():
+        for name, (p, _group) in self._parameters().items():
             after = self._matrices(name, p)
             pairs = zip(self._before.pop(name), after, strict=True)
             angles = [row_angles(a, b).flatten() for a, b in pairs]
