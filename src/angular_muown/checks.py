@@ -2,6 +2,7 @@
 shows the value and says what would be right."""
 
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from math import isfinite
 from typing import Any
 
@@ -15,6 +16,7 @@ from angular_muown.views import VIEWS, Layout
 
 ALGORITHMS = ("matrix", "adamw")
 WRITE_BACKS = ("stochastic", "master")
+FOREIGN_KEYS = ("params", "param_names", "fused", "foreach", "initial_lr", "max_lr", "min_lr")
 STATE_DTYPES = (None, "float32", "float64", "bfloat16", "float16")
 
 
@@ -81,6 +83,16 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "blocks": _CUT,
     "column_blocks": _CUT,
 }
+
+
+def check_keys(group: Mapping[str, Any], defaults: Mapping[str, Any], family: str) -> None:
+    """Frameworks keep keys of their own in groups; a slip of the pen would be one of those."""
+    for key in group:
+        if key in RULES and key not in defaults:
+            raise ValueError(f"{key}={group[key]!r}: {family} has no {key}")
+        if key not in defaults and key not in FOREIGN_KEYS:
+            for near in get_close_matches(key, defaults, n=1, cutoff=0.85):
+                raise ValueError(f"{key}={group[key]!r} is no option: did you mean {near}?")
 
 
 def check_values(group: Mapping[str, Any]) -> None:

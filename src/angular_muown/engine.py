@@ -43,9 +43,10 @@ def update(stack: Stack, recipe: Recipe, group: dict[str, Any], observer: Observ
     lr, rows = group["lr"], stack.rows
     at = recipe.chart.split(stack.W, stack.G, rows)
     M, X = heavy_ball(stack.M, at.T, group["momentum"], group["nesterov"])
-    Q = recipe.normalize(recipe.orthogonalize(X), rows)
+    Q = recipe.orthogonalize(X)
     if observer is not None:
         observer(stack, at.U, Q)
+    Q = recipe.normalize(Q, rows)
     # Decoupled decay, W <- (1 - lr weight_decay) W: since W = g U, it shrinks through g alone.
     g = at.g * (1 - lr * group["weight_decay"]) if group["weight_decay"] else at.g
     g = recipe.radius(g, at.r, rows, radius_rate(group), stack.t)
@@ -71,6 +72,8 @@ class Engine(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Checks everything before the group is added: an error leaves the optimizer as it was."""
+        param_group = {**param_group}  # so that one plan can serve several optimizers
+        checks.check_keys(param_group, self.defaults, type(self).__name__)
         group = {**self.defaults, **param_group}
         if isinstance(group["state_dtype"], torch.dtype):  # a group holds names and numbers only
             name = str(group["state_dtype"]).removeprefix("torch.")

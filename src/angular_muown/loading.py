@@ -7,8 +7,15 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from angular_muown.views import Layout
+
 StateDict = dict[str, Any]
-KAPPA_KEYS = ("warmup_steps", "decay_scale", "decay_degree")
+SHAPED_LIKE_WEIGHT = ("momentum_buffer", "master")
+# What a caller may have set on purpose and would miss: kappa, and how matrices are read.
+WATCHED = (
+    *("warmup_steps", "decay_scale", "decay_degree"),
+    *("view", "transposed", "blocks", "column_blocks"),
+)
 
 
 def load_keeping_dtypes(
@@ -19,11 +26,12 @@ def load_keeping_dtypes(
     torch casts float state to the parameter's dtype, which would make bf16 of a float32 momentum.
     """
     final: dict[str, Any] = {}
+    surprises: list[str] = []
 
     def check(_: Optimizer, state_dict: StateDict) -> None:
         _check_family(optimizer, state_dict)
         _check_shapes(optimizer, state_dict)
-        _warn_of_kappa(optimizer, state_dict)
+        surprises.extend(_changed_values(optimizer, state_dict))
         final.update(state_dict)
 
     def restore(_: Optimizer) -> None:
@@ -31,8 +39,10 @@ def load_keeping_dtypes(
         for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
             for p, key in zip(group["params"], saved["params"], strict=True):
                 for name, value in final["state"].get(key, {}).items():
-                    if isinstance(value, torch.Tensor) and name != "step":
-                        optimizer.state[p][name] = value.detach().to(p.device, copy=True)
+                    if isinstance(value, torch.Tensor):
+                        # the base class puts "step" on the right device, but does not copy it
+                        device = optimizer.state[p]["step"].device if name == "step" else p.device
+                        optimizer.state[p][name] = value.detach().to(device, copy=True)
 
     # Last before and first after loading: the user's own hooks see and may change all of it.
     before = optimizer.register_load_state_dict_pre_hook(check)
@@ -42,6 +52,8 @@ def load_keeping_dtypes(
     finally:
         before.remove()
         after.remove()
+    for surprise in surprises:
+        warnings.warn(surprise, stacklevel=3)
 
 
 def _check_family(optimizer: Optimizer, state_dict: StateDict) -> None:
@@ -57,26 +69,25 @@ def _check_family(optimizer: Optimizer, state_dict: StateDict) -> None:
 
 def _check_shapes(optimizer: Optimizer, state_dict: StateDict) -> None:
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
+        layout = Layout.of(saved)
         for i, (p, key) in enumerate(zip(group["params"], saved["params"], strict=False)):
-            for name in ("momentum_buffer", "master"):
-                value = state_dict["state"].get(key, {}).get(name)
-                if value is not None and value.shape != p.shape:
-                    label = group.get("param_names", {i: f"number {i}"})[i]
+            for name, value in state_dict["state"].get(key, {}).items():
+                rows = saved["algorithm"] == "matrix" and name not in SHAPED_LIKE_WEIGHT
+                wanted = layout.row_shape(p) if rows else tuple(p.shape)
+                if name != "step" and tuple(value.shape) != wanted:
+                    label = group["param_names"][i] if "param_names" in group else f"number {i}"
                     raise ValueError(
                         f"{name} of parameter {label} has shape {tuple(value.shape)} in the state "
-                        f"dict, but the parameter has {tuple(p.shape)}"
+                        f"dict, but a parameter of shape {tuple(p.shape)} wants {wanted}"
                     )
 
 
-def _warn_of_kappa(optimizer: Optimizer, state_dict: StateDict) -> None:
-    for i, (group, saved) in enumerate(
-        zip(optimizer.param_groups, state_dict["param_groups"], strict=False)
-    ):
-        for key in KAPPA_KEYS:
-            if key in group and key in saved and group[key] != saved[key]:
-                warnings.warn(
-                    f"group {i}: {key}={saved[key]} from the state dict replaces {key}={group[key]}"
-                    f"; to keep yours, set optimizer.param_groups[{i}]['{key}'] = {group[key]} "
-                    "after loading",
-                    stacklevel=6,
-                )
+def _changed_values(optimizer: Optimizer, state_dict: StateDict) -> list[str]:
+    pairs = zip(optimizer.param_groups, state_dict["param_groups"], strict=False)
+    return [
+        f"group {i}: {key}={saved[key]!r} from the state dict replaces {key}={group[key]!r}; to "
+        f"keep yours, set optimizer.param_groups[{i}][{key!r}] = {group[key]!r} after loading"
+        for i, (group, saved) in enumerate(pairs)
+        for key in WATCHED
+        if key in group and key in saved and group[key] != saved[key]
+    ]

@@ -73,18 +73,18 @@ class AngleMonitor:
         measured, self._measured = self._measured, {}
         if not measured:
             return {}
-        columns: dict[str, list[float]] = defaultdict(list)
+        columns: dict[str, list[tuple[float, float]]] = defaultdict(list)
         values: dict[str, float] = {}
         for name, numbers in measured.items():
+            rows = numbers.pop("rows").item()
             for key, number in numbers.items():
                 values[f"{key}/{name}"] = number.item()
-                columns[key].append(values[f"{key}/{name}"])
-        weights = columns.pop("rows")
+                columns[key].append((values[f"{key}/{name}"], rows))
         for key, column in columns.items():
-            values[key] = max(column) if key.endswith("_max") else _mean(column, weights)
+            values[key] = max(column)[0] if key.endswith("_max") else _weighted_mean(column)
         if self._kappa is not None:
             values["kappa"] = self._kappa
-        return {key: value for key, value in values.items() if not key.startswith("rows/")}
+        return values
 
     def _parameters(self) -> dict[str, tuple[Tensor, dict[str, Any]]]:
         """name -> parameter and group values, looked up anew: frameworks swap parameters."""
@@ -154,5 +154,5 @@ class AngleMonitor:
         }
 
 
-def _mean(column: list[float], weights: list[float]) -> float:
-    return sum(c * w for c, w in zip(column, weights, strict=True)) / sum(weights)
+def _weighted_mean(column: list[tuple[float, float]]) -> float:
+    return sum(value * rows for value, rows in column) / sum(rows for _, rows in column)

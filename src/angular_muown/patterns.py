@@ -1,6 +1,6 @@
 """Glob patterns over parameter names, where a pattern without effect is a mistake."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TypeVar
@@ -22,11 +22,11 @@ class Patterns:
             )
         return found
 
-    def lookup(self, argument: str, by_pattern: Mapping[str, V]) -> dict[str, V]:
+    def lookup(self, argument: str, rules: Iterable[tuple[str, V]]) -> dict[str, V]:
         """name -> value; every pattern has to match, and no name may match twice."""
         found: dict[str, V] = {}
         owner: dict[str, str] = {}
-        for pattern, value in by_pattern.items():
+        for pattern, value in rules:
             for name in self.matching(argument, pattern):
                 if name in owner:
                     raise ValueError(

@@ -96,18 +96,22 @@ def plan(
     declared = _declared(patterns, stacks, transposed, matrix, adamw)
     roles = find_roles(model, named, patterns, declared, head)
     cuts = {
-        "blocks": patterns.lookup("blocks", blocks or {}),
-        "column_blocks": patterns.lookup("column_blocks", column_blocks or {}),
+        "blocks": patterns.lookup("blocks", (blocks or {}).items()),
+        "column_blocks": patterns.lookup("column_blocks", (column_blocks or {}).items()),
     }
     rates = {
         "adamw": {"weight_decay": aux_weight_decay, **({} if aux_lr is None else {"lr": aux_lr})},
         "matrix": {} if radius_lr is None else {"radius_lr": radius_lr},
     }
-    extra = patterns.lookup("overrides", overrides or {})
+    extra = patterns.lookup("overrides", (overrides or {}).items())
     groups: dict[str, dict[str, Any]] = {}
     for name, p in named:
         role = roles[name]
         own_cuts = _own_cuts(name, role, cuts)
+        if "algorithm" in extra.get(name, {}):
+            raise ValueError(
+                f"overrides sets algorithm of '{name}': use matrix=[...] or adamw=[...] for that"
+            )
         values = {**role.values, **own_cuts, **rates[role.algorithm], **extra.get(name, {})}
         values["algorithm"] = role.algorithm
         group = groups.setdefault(repr(sorted(values.items())), {"params": [], **values})
@@ -125,11 +129,13 @@ def _declared(
     """What the caller says outright; a parameter may be named by one of the rules only."""
     rules = patterns.lookup(
         "matrix, adamw, stacks",
-        {pattern: Role("matrix", "declared") for pattern in matrix}
-        | {pattern: Role("adamw", "declared") for pattern in adamw}
-        | {pattern: Role("matrix", "declared stack", {"view": "stack"}) for pattern in stacks},
+        [
+            *((pattern, Role("matrix", "declared")) for pattern in matrix),
+            *((pattern, Role("adamw", "declared")) for pattern in adamw),
+            *((pattern, Role("matrix", "stack", {"view": "stack"})) for pattern in stacks),
+        ],
     )
-    turned = patterns.lookup("transposed", dict.fromkeys(transposed, True))
+    turned = patterns.lookup("transposed", [(pattern, True) for pattern in transposed])
     for name in turned:
         role = rules.get(name, Role("matrix", "declared transposed"))
         rules[name] = Role(role.algorithm, role.reason, {**role.values, "transposed": True})

@@ -19,7 +19,8 @@ EMBEDDING_NAMES = frozenset(
 )  # fmt: skip
 ROUTER_NAMES = frozenset(("router",))
 GATE_NAMES = frozenset(("gate", "wg"))  # a router where experts stand beside it, else a GLU's gate
-RNN_GATES = {nn.LSTM: 4, nn.GRU: 3, nn.RNN: 1}
+RNN_GATES = {"LSTM": 4, "GRU": 3, "RNN_TANH": 1, "RNN_RELU": 1}
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,9 @@ def find_roles(
     unknown: list[str] = []
     for name, p in named:
         role = declared.get(name)
+        if role is not None and role.algorithm == "matrix":
+            structure = {} if "view" in role.values else _structure(owners[p][0])
+            role = Role("matrix", role.reason, {**structure, **role.values})
         if role is None and name in heads:
             role = Role("adamw", "head")
         if role is None:
@@ -122,28 +126,27 @@ def _judge(name: str, p: Tensor, owners: list[Owner], model: nn.Module) -> Role 
         return Role("adamw", "embedding")
     if p.ndim < 2:
         return Role("adamw", "vector" if p.ndim else "scalar")
-    path, module, own = owners[0]
+    path, module, _ = owners[0]
     if isinstance(module, nn.Linear):
         return Role("adamw", "router") if _is_router(path, model) else Role("matrix", "hidden")
-    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        return _judge_conv(module)
-    if isinstance(module, nn.MultiheadAttention):
-        return Role("matrix", "fused q, k, v" if own == "in_proj_weight" else "hidden",
-                    {"blocks": 3} if own == "in_proj_weight" else {})  # fmt: skip
-    for kind, gates in RNN_GATES.items():
-        if isinstance(module, kind):
-            projection = own.startswith("weight_hr")
-            return Role("matrix", "recurrent", {} if projection else {"blocks": gates})
+    if isinstance(module, CONVOLUTIONS) and 1 < module.groups == module.in_channels:
+        return Role("adamw", "depthwise")
+    structure = _structure(owners[0])
+    if structure or isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+        return Role("matrix", type(module).__name__, structure)
     return None
 
 
-def _judge_conv(module: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> Role:
-    if module.groups > 1 and module.groups == module.in_channels:
-        return Role("adamw", "depthwise")
-    values: dict[str, Any] = {"view": "conv"}
-    if module.groups > 1:
-        values["blocks"] = module.groups
-    return Role("matrix", "convolution", values)
+def _structure(owner: Owner) -> dict[str, Any]:
+    """How torch's own modules store more than one plain matrix in a parameter."""
+    _, module, own = owner
+    if isinstance(module, CONVOLUTIONS):
+        return {"view": "conv"} | ({"blocks": module.groups} if module.groups > 1 else {})
+    if isinstance(module, nn.MultiheadAttention) and own == "in_proj_weight":
+        return {"blocks": 3}
+    if isinstance(module, nn.RNNBase) and not own.startswith("weight_hr"):  # hr: the projection
+        return {"blocks": RNN_GATES[module.mode]}
+    return {}
 
 
 def _is_router(path: str, model: nn.Module) -> bool:

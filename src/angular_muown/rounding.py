@@ -26,7 +26,11 @@ def round_stochastically(X: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
     bits = X.contiguous().view(torch.int32)
     rounded = (bits + (noise & mask).to(torch.int32)) & ~mask
     # Inf and NaN have no neighbour to go to: adding to their bits would make other values of them.
-    return torch.where(X.isfinite(), rounded.view(torch.float32), X).to(dtype)
+    rounded = torch.where(X.isfinite(), rounded.view(torch.float32), X)
+    if dtype == torch.float16:  # below its normal range the grid is even: 2^-24
+        even = (X * 2.0**24 + (noise & 0xFFFF) / 65536).floor() * 2.0**-24
+        rounded = torch.where(X.abs() < torch.finfo(dtype).smallest_normal, even, rounded)
+    return rounded.to(dtype)
 
 
 def _hash(x: Tensor) -> Tensor:

@@ -1,0 +1,52 @@
+"""What the tests run over: adding an optimizer means adding a row."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from angular_muown import AngularMuown, Muon, Muown, NorMuon, NorMuown
+from angular_muown.engine import Engine
+from tests.reference import angular_muown, muon, muown
+
+# optimizer, reference, arguments of both
+PARITY: list[tuple[type[Engine], Any, dict[str, Any]]] = [
+    (AngularMuown, angular_muown.AngularMuown, {"lr": 0.02, "warmup_steps": 20}),
+    (AngularMuown, angular_muown.AngularMuown, {"lr": 0.05, "weight_decay": 0.1}),
+    (Muown, muown.Muown, {"lr": 0.02}),
+    (NorMuown, muown.NorMuown, {"lr": 0.02}),
+    (Muon, muon.Muon, {"lr": 0.02, "weight_decay": 0.1}),
+    (NorMuon, muon.NorMuon, {"lr": 0.01, "weight_decay": 0.0}),
+]
+FAMILY: list[type[Engine]] = [AngularMuown, Muown, NorMuown, Muon, NorMuon]
+WITH_RADII: list[type[Engine]] = [AngularMuown, Muown, NorMuown]
+
+
+def parameter(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Parameter:
+    W = np.random.default_rng(10**6 + seed).normal(size=shape) * 0.05  # never a gradient's seed
+    return nn.Parameter(torch.tensor(W, dtype=dtype))
+
+
+def noise(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.tensor(np.random.default_rng(seed).normal(size=shape), dtype=dtype)
+
+
+def run(
+    optimizer: torch.optim.Optimizer,
+    params: list[nn.Parameter],
+    steps: int,
+    start: int = 0,
+    gradient: Callable[[nn.Parameter, int, int], Tensor] | None = None,
+) -> None:
+    """Steps with gradients that are a function of the weight, its index and the step."""
+    for t in range(start, start + steps):
+        for i, p in enumerate(params):
+            p.grad = (gradient or pull)(p, i, t)
+        optimizer.step()
+
+
+def pull(p: nn.Parameter, index: int, t: int) -> Tensor:
+    """A noisy pull to zero: no problem of its own, but every stage of the step has work to do."""
+    return noise(*p.shape, seed=1000 * t + index, dtype=p.dtype) + 0.1 * p.detach()

@@ -1,0 +1,184 @@
+"""Bad input: a clear error that names the parameter and shows the value, and nothing moved."""
+
+import math
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from angular_muown import AngularMuown, Muon, plan
+from angular_muown.engine import Engine
+from tests.angular_muown.family import FAMILY, noise, parameter, run
+
+NAN, INF = math.nan, math.inf
+
+BAD_VALUES = [
+    ("lr", -0.1), ("lr", NAN), ("lr", INF), ("lr", "fast"), ("lr", torch.tensor([0.1, 0.2])),
+    ("lr", torch.tensor(NAN)), ("momentum", 1.0), ("momentum", -0.1), ("momentum", NAN),
+    ("nesterov", 1), ("betas", (0.9, 1.0)), ("betas", 0.9), ("betas", (0.9, NAN)), ("eps", -1e-8),
+    ("weight_decay", -0.1), ("weight_decay", NAN), ("maximize", "yes"), ("warmup_steps", -1),
+    ("warmup_steps", 1.5), ("decay_scale", -1.0), ("decay_scale", NAN), ("decay_degree", -1.0),
+    ("radius_lr", -1.0), ("radius_lr", NAN), ("scale", "fan_in"), ("orthogonalize", "qr"),
+    ("radius", "sgd"), ("state_dtype", "float8"), ("write_back", "nearest"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "value"), BAD_VALUES)
+@pytest.mark.parametrize("where", ["argument", "group"])
+def test_bad_hyperparameters_are_shown(key, value, where) -> None:
+    p = parameter(4, 6)
+    arguments = {key: value} if where == "argument" else {}
+    group = {"params": [p], **({key: value} if where == "group" else {})}
+    with pytest.raises(ValueError, match=re.escape(f"{key}={value!r}")):
+        AngularMuown([group], **arguments)
+
+
+@pytest.mark.parametrize(
+    ("key", "names"),
+    [
+        ("scale", ["fan_ratio", "adam_rms", "rms", "none"]),
+        ("orthogonalize", ["polar_express", "newton_schulz", "gram", "svd"]),
+        ("radius", ["adam", "log_adam", "fixed"]),
+        ("algorithm", ["matrix", "adamw"]),
+        ("view", ["matrix", "stack", "conv"]),
+    ],
+)
+def test_unknown_names_come_with_the_list_of_valid_ones(key, names) -> None:
+    with pytest.raises(ValueError, match="must be one of") as error:
+        AngularMuown([{"params": [parameter(4, 6)], key: "nonsense"}])
+    assert all(repr(name) in str(error.value) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [("momentun", "momentum"), ("warmup_step", "warmup_steps"), ("block", "blocks")],
+)
+def test_misspelled_keys_of_a_group_are_caught(key, near) -> None:
+    with pytest.raises(ValueError, match=f"{key}=1 is no option: did you mean {near}"):
+        AngularMuown([{"params": [parameter(4, 6)], key: 1}])
+
+
+def test_keys_of_frameworks_are_tolerated() -> None:
+    keys = ("initial_lr", "max_lr", "fused", "foreach", "lr_scale", "name", "max_momentum")
+    AngularMuown([{"params": [parameter(4, 6)], **dict.fromkeys(keys)}])
+
+
+def test_an_option_of_another_member_is_refused() -> None:
+    with pytest.raises(ValueError, match="Muon has no radius_lr"):
+        Muon([{"params": [parameter(4, 6)], "radius_lr": 0.1}])
+
+
+def test_radius_lr_needs_an_lr_to_follow() -> None:
+    with pytest.raises(ValueError, match="lr must start above 0"):
+        AngularMuown([parameter(4, 6)], lr=0.0, radius_lr=0.1)
+
+
+def bad_parameters() -> list[tuple[str, nn.Parameter, str]]:
+    flat = parameter(4, 6)
+    flat._is_flat_param = True  # type: ignore[attr-defined]  # how FSDP1 marks them
+    sparse = nn.Parameter(torch.eye(3).to_sparse())
+    return [
+        ("vector", parameter(5), "no matrix"),
+        ("scalar", nn.Parameter(torch.tensor(1.0)), "no matrix"),
+        ("complex", nn.Parameter(torch.ones(3, 3, dtype=torch.complex64)), "not real"),
+        ("integer", nn.Parameter(torch.ones(3, 3, dtype=torch.int32), requires_grad=False), "real"),
+        ("sparse", sparse, "not dense"),
+        ("undeclared", parameter(2, 3, 4), "view='stack'"),
+        ("undeclared4", parameter(2, 3, 4, 4), "view='conv'"),
+        ("empty", parameter(0, 4), "no elements"),
+        ("flat", flat, "FSDP2"),
+    ]
+
+
+@pytest.mark.parametrize(("name", "p", "words"), bad_parameters(), ids=lambda x: str(x)[:12])
+@pytest.mark.parametrize("optimizer", FAMILY)
+def test_bad_parameters_are_named(optimizer: type[Engine], name, p, words) -> None:
+    good = parameter(4, 4)
+    with pytest.raises(ValueError, match=words) as error:
+        optimizer([("good", good), (name, p)])
+    assert f"'{name}'" in str(error.value)
+    assert str(tuple(p.shape)) in str(error.value)
+    opt = optimizer([("good", good)])
+    with pytest.raises(ValueError, match=words):
+        opt.add_param_group({"params": [(name, p)]})
+    assert len(opt.param_groups) == 1, "the refused group is not there"
+
+
+def test_unnamed_parameters_are_told_by_their_place() -> None:
+    with pytest.raises(ValueError, match=re.escape("param_groups[0]['params'][1]")):
+        AngularMuown([parameter(4, 4), parameter(4)])
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"blocks": 5}, "12 does not divide into 5 equal blocks"),
+        ({"blocks": [4, 4]}, "add up to 8, not to 12"),
+        ({"blocks": [12, 0]}, "add up to 12|12, 0"),
+        ({"column_blocks": 4}, "6 does not divide into 4"),
+        ({"blocks": 0}, "blocks=0"),
+        ({"blocks": []}, "blocks="),
+        ({"blocks": 1.5}, "blocks=1.5"),
+        ({"view": "stack"}, "no leading dimension"),
+    ],
+)
+def test_blocks_that_do_not_add_up(values, words) -> None:
+    with pytest.raises(ValueError, match=words):
+        AngularMuown([{"params": [("w", parameter(12, 6))], **values}])
+
+
+def test_empty_groups_and_models() -> None:
+    with pytest.raises(ValueError, match="no parameters"):
+        AngularMuown([{"params": []}])
+    with pytest.raises(ValueError, match="empty parameter list"):
+        AngularMuown([])
+    with pytest.raises(ValueError, match="no trainable parameters"):
+        plan(nn.Identity())
+
+
+@pytest.mark.parametrize("optimizer", FAMILY)
+def test_a_sparse_gradient_stops_the_step_before_anything_moves(optimizer) -> None:
+    w = parameter(4, 6)
+    table = nn.Embedding(5, 3, sparse=True, dtype=torch.float64)
+    opt = optimizer(
+        [
+            {"params": [("w", w)]},
+            {"params": [("table", table.weight)], "algorithm": "adamw"},
+        ]
+    )
+    w.grad = noise(4, 6, seed=1)
+    table(torch.tensor([1])).sum().backward()
+    before = w.detach().clone()
+    with pytest.raises(ValueError, match=r"'table'.*sparse"):
+        opt.step()
+    assert torch.equal(w, before)
+    assert not opt.state
+    assert opt.param_groups[0]["step"] == 0
+
+
+def test_state_of_another_member_is_refused_and_nothing_changes() -> None:
+    p = parameter(4, 6)
+    muon, angular = Muon([p]), AngularMuown([p])
+    run(muon, [p], 2)
+    run(angular, [p], 2)
+    before = {k: v.clone() for k, v in angular.state[p].items()}
+    for saved, who in ((muon.state_dict(), "Muon"), (torch.optim.AdamW([p]).state_dict(), "out")):
+        with pytest.raises(ValueError, match=f"saved by .*{who}"):
+            angular.load_state_dict(saved)
+    assert all(torch.equal(angular.state[p][k], v) for k, v in before.items())
+
+
+def test_state_of_another_shape_is_refused() -> None:
+    a, b = parameter(4, 6), parameter(6, 4)
+    opt = AngularMuown([("w", a)])
+    run(opt, [a], 1)
+    with pytest.raises(ValueError, match=r"of parameter w has shape \(4, .*\(6, 4\)"):
+        AngularMuown([("w", b)]).load_state_dict(opt.state_dict())
+
+
+def test_the_engine_alone_is_no_optimizer() -> None:
+    opt = Engine([parameter(3, 3)], {"lr": 0.1, "state_dtype": None, "write_back": "stochastic"})
+    opt.param_groups[0]["params"][0].grad = noise(3, 3, seed=1)
+    with pytest.raises(TypeError, match="member of the family"):
+        opt.step()

@@ -1,0 +1,223 @@
+"""plan: every trainable parameter exactly once, where it belongs, or an error that names it."""
+
+import pytest
+import torch
+from torch import nn
+
+from angular_muown import AngularMuown, Muon, plan
+from tests.angular_muown.models import BLOCKS, TinyLM, tiny_lm
+
+
+def rules(groups) -> dict[str, str]:
+    return {name: group["algorithm"] for group in groups for name, _ in group["params"]}
+
+
+def values_of(groups, wanted: str) -> dict:
+    return next(g for g in groups for name, _ in g["params"] if name == wanted)
+
+
+def test_every_parameter_exactly_once_and_where_it_belongs() -> None:
+    model = tiny_lm()
+    groups = plan(model, blocks=BLOCKS)
+    names = [name for group in groups for name, _ in group["params"]]
+    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
+    hidden = {"qkv.weight", "out.weight", "up.weight", "down.weight"}
+    for name, rule in rules(groups).items():
+        assert rule == ("matrix" if any(name.endswith(h) for h in hidden) else "adamw"), name
+    assert values_of(groups, "layers.0.attn.qkv.weight")["blocks"] == 3
+    assert "blocks" not in values_of(groups, "layers.0.attn.out.weight")
+
+
+def test_it_prints_as_a_table() -> None:
+    model = tiny_lm()
+    text = str(plan(model, blocks=BLOCKS, aux_lr=0.003, radius_lr=0.004))
+    lines = text.splitlines()
+    for word in ("parameter", "shape", "rule", "cut", "lr", "radius lr"):
+        assert word in lines[0]
+    row = next(line for line in lines if line.startswith("layers.0.attn.qkv.weight"))
+    assert "48 x 16" in row
+    assert "3 x rows" in row
+    assert "0.004" in row
+    head = next(line for line in lines if line.startswith("lm_head.weight"))
+    assert "head" in head
+    assert "0.003" in head
+    counted = [int(line.split()[1]) for line in lines[-2:]]
+    assert sum(counted) == len(list(model.parameters()))
+
+
+def test_rates_reach_the_groups() -> None:
+    groups = plan(tiny_lm(), aux_lr=0.003, radius_lr=0.004, aux_weight_decay=0.1)
+    opt = AngularMuown(groups, lr=0.02)
+    for group in opt.param_groups:
+        if group["algorithm"] == "adamw":
+            assert (group["lr"], group["weight_decay"]) == (0.003, 0.1)
+        else:
+            assert (group["lr"], group["radius_lr"], group["weight_decay"]) == (0.02, 0.004, 0.0)
+
+
+def test_overrides_by_pattern() -> None:
+    groups = plan(tiny_lm(), overrides={"*.down.weight": {"lr": 0.5, "scale": "rms"}})
+    group = values_of(groups, "layers.1.down.weight")
+    assert (group["lr"], group["scale"]) == (0.5, "rms")
+    assert "lr" not in values_of(groups, "layers.1.up.weight")
+
+
+class Tied(TinyLM):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm_head.weight = self.embedding.weight
+
+
+def test_a_tied_head_is_one_parameter_and_goes_to_adamw() -> None:
+    groups = plan(Tied())
+    assert rules(groups)["embedding.weight"] == "adamw"
+    assert "lm_head.weight" not in rules(groups)
+
+
+def test_what_the_caller_declares_wins() -> None:
+    groups = plan(tiny_lm(), adamw=["*.up.*"], matrix=["lm_head.weight"])
+    assert rules(groups)["layers.0.up.weight"] == "adamw"
+    assert rules(groups)["lm_head.weight"] == "matrix"
+
+
+class Router(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 4, bias=False)
+        self.experts = nn.Module()
+        self.experts.up = nn.Parameter(torch.randn(4, 16, 8))
+
+
+class MoE(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = Router()
+        self.mlp = nn.ModuleDict({"gate": nn.Linear(8, 16), "router": nn.Linear(8, 4)})
+        self.head = nn.Linear(8, 3)
+
+
+def test_routers_and_expert_stacks() -> None:
+    groups = plan(MoE(), stacks=["*.experts.up"])
+    found = rules(groups)
+    assert found["moe.gate.weight"] == "adamw"
+    assert found["mlp.router.weight"] == "adamw"
+    assert found["mlp.gate.weight"] == "matrix", "a gate without experts belongs to a gated MLP"
+    assert values_of(groups, "moe.experts.up")["view"] == "stack"
+    with pytest.raises(ValueError, match=r"cannot judge 'moe.experts.up' \(4, 16, 8\) in Module"):
+        plan(MoE())
+
+
+def test_convolutions() -> None:
+    model = nn.ModuleDict(
+        {
+            "first": nn.Conv2d(3, 8, 3),
+            "depthwise": nn.Conv2d(8, 8, 3, groups=8),
+            "grouped": nn.Conv2d(8, 8, 3, groups=2),
+            "series": nn.Conv1d(8, 4, 3),
+            "head": nn.Linear(8, 2),
+        }
+    )
+    groups = plan(model)
+    found = rules(groups)
+    assert found["depthwise.weight"] == "adamw"
+    assert values_of(groups, "first.weight")["view"] == "conv"
+    assert values_of(groups, "grouped.weight")["blocks"] == 2
+    assert values_of(groups, "series.weight")["view"] == "conv"
+    opt = AngularMuown(groups)
+    model["first"](torch.randn(2, 3, 8, 8)).sum().backward()
+    opt.step()
+
+
+def test_modules_whose_fused_weights_torch_documents() -> None:
+    model = nn.ModuleDict(
+        {
+            "attention": nn.MultiheadAttention(8, 2),
+            "lstm": nn.LSTM(8, 4, proj_size=2),
+            "gru": nn.GRU(8, 4),
+            "head": nn.Linear(8, 2),
+        }
+    )
+    groups = plan(model)
+    assert values_of(groups, "attention.in_proj_weight")["blocks"] == 3
+    assert values_of(groups, "lstm.weight_ih_l0")["blocks"] == 4
+    assert "blocks" not in values_of(groups, "lstm.weight_hr_l0")
+    assert values_of(groups, "gru.weight_hh_l0")["blocks"] == 3
+    AngularMuown(groups)
+
+
+def test_declaring_a_matrix_keeps_what_torch_documents_of_its_module() -> None:
+    model = nn.ModuleDict(
+        {"depthwise": nn.Conv2d(8, 8, 3, groups=8), "attention": nn.MultiheadAttention(8, 2)}
+    )
+    groups = plan(model, matrix=["depthwise.weight", "attention.in_proj_weight"], head=None)
+    assert values_of(groups, "depthwise.weight")["view"] == "conv"
+    assert values_of(groups, "depthwise.weight")["blocks"] == 8
+    assert values_of(groups, "attention.in_proj_weight")["blocks"] == 3
+    AngularMuown(groups)
+
+
+def test_one_plan_serves_several_optimizers() -> None:
+    groups = plan(tiny_lm())
+    AngularMuown(groups, lr=0.03)
+    muon = Muon(groups, lr=0.01)
+    assert all(group["family"] == "Muon" and group["lr"] == 0.01 for group in muon.param_groups)
+
+
+def test_transposed_weights() -> None:
+    groups = plan(tiny_lm(), transposed=["*.up.weight"])
+    assert values_of(groups, "layers.0.up.weight")["transposed"] is True
+
+
+def test_frozen_parameters_are_not_planned() -> None:
+    model = tiny_lm()
+    model.embedding.requires_grad_(False)
+    assert "embedding.weight" not in rules(plan(model))
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(5, 3))
+        self.lm_head = nn.Linear(3, 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"blocks": {"*.attention.qkv": 3}}, r"blocks: pattern '\*.attention.qkv' matches no"),
+        ({"adamw": ["nothing"]}, "pattern 'nothing' matches no trainable parameter"),
+        ({"head": "tail.*"}, "head: pattern 'tail"),
+        ({"overrides": {"*.x": {}}}, "overrides: pattern"),
+        (
+            {"matrix": ["*.up.weight"], "adamw": ["layers.0.*"]},
+            r"'layers.0.up.weight' is matched by '\*.up.weight' and by 'layers.0.\*'",
+        ),
+        ({"blocks": {"*.qkv.weight": 3, "layers.0.*qkv*": 3}}, "is matched by"),
+        ({"blocks": {"embedding.weight": 2}}, "goes to AdamW"),
+        ({"matrix": ["*.up.weight"], "adamw": ["*.up.weight"]}, "is matched by"),
+        ({"overrides": {"*.up.weight": {"algorithm": "adamw"}}}, "use matrix="),
+    ],
+)
+def test_patterns_that_do_not_fit(arguments, words) -> None:
+    with pytest.raises(ValueError, match=words):
+        plan(tiny_lm(), **arguments)
+
+
+def test_what_cannot_be_judged_is_named_with_the_remedy() -> None:
+    with pytest.raises(ValueError, match=r"cannot judge 'table' \(5, 3\) in Bare.*adamw=\["):
+        plan(Bare())
+    assert rules(plan(Bare(), matrix=["table"]))["table"] == "matrix"
+
+
+def test_a_model_without_a_visible_head_has_to_say_so() -> None:
+    mlp = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    with pytest.raises(ValueError, match=r"finds no output head in Sequential.*head=None"):
+        plan(mlp)
+    assert rules(plan(mlp, head="2.*"))["2.weight"] == "adamw"
+    assert rules(plan(mlp, head=None))["2.weight"] == "matrix"
+    assert rules(plan(mlp, adamw=["2.weight"]))["0.weight"] == "matrix"
+
+
+def test_blocks_that_do_not_divide_are_caught_by_the_optimizer() -> None:
+    with pytest.raises(ValueError, match=r"'layers.0.attn.qkv.weight' .*48 does not divide into 5"):
+        AngularMuown(plan(tiny_lm(), blocks={"*.qkv.weight": 5}))

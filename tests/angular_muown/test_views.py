@@ -1,0 +1,132 @@
+"""Views and stacks: a cut loses nothing, and stacking changes nothing, bit for bit."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from angular_muown.views import Layout, block_sizes
+from tests.angular_muown.family import FAMILY, noise, parameter, run
+
+LAYOUTS = [
+    (Layout(), (7, 5)),
+    (Layout(transposed=True), (7, 5)),
+    (Layout(blocks=3), (9, 4)),
+    (Layout(blocks=(4, 2, 2)), (8, 4)),
+    (Layout(column_blocks=2), (5, 6)),
+    (Layout(blocks=2, column_blocks=(1, 3)), (4, 4)),
+    (Layout("stack"), (3, 5, 4)),
+    (Layout("stack", blocks=2), (2, 3, 6, 4)),
+    (Layout("stack", transposed=True, blocks=2), (3, 5, 4)),
+    (Layout("conv"), (6, 2, 3, 3)),
+    (Layout("conv", blocks=2), (6, 2, 3)),
+]
+
+
+@pytest.mark.parametrize(("layout", "shape"), LAYOUTS, ids=str)
+def test_the_pieces_are_the_parameter(layout: Layout, shape) -> None:
+    """Writing through the pieces reaches every element once; row vectors are cut alike."""
+    X = torch.zeros(shape)
+    pieces = layout.cut(X)
+    for piece in pieces:
+        piece += 1
+    assert (X == 1).all()
+    assert sum(piece.numel() for piece in pieces) == X.numel()
+    rows = torch.zeros(layout.row_shape(X))
+    parts = layout.cut_rows(rows)
+    assert [part.shape for part in parts] == [(*piece.shape[:2], 1) for piece in pieces]
+    for part in parts:
+        part += 1
+    assert (rows == 1).all()
+
+
+@given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6))
+def test_block_sizes(sizes) -> None:
+    assert block_sizes(sum(sizes), sizes) == sizes
+    assert block_sizes(3 * len(sizes), len(sizes)) == [3] * len(sizes)
+
+
+@pytest.mark.parametrize("optimizer", FAMILY)
+@pytest.mark.parametrize("orthogonalize", ["polar_express", "newton_schulz", "gram", "svd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_stacked_is_looped_bit_for_bit(optimizer, orthogonalize, dtype) -> None:
+    shapes = [(16, 24), (24, 16), (16, 24), (16, 24), (8, 40), (24, 16)]
+    together = [parameter(*shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes)]
+    alone = [nn.Parameter(p.detach().clone()) for p in together]
+    values = {"lr": 0.02, "orthogonalize": orthogonalize}
+    run(optimizer(together, **values), together, 12)
+    singles = [optimizer([p], **values) for p in alone]
+    for i, (opt, p) in enumerate(zip(singles, alone, strict=True)):
+        run(opt, [p], 12, gradient=lambda p, _, t, i=i: _gradient(p, i, t))
+    for p, q in zip(together, alone, strict=True):
+        assert torch.equal(p, q)
+
+
+def _gradient(p: nn.Parameter, index: int, t: int) -> torch.Tensor:
+    return noise(*p.shape, seed=1000 * t + index, dtype=p.dtype) + 0.1 * p.detach()
+
+
+@pytest.mark.parametrize("optimizer", FAMILY)
+def test_the_order_of_parameters_does_not_matter(optimizer) -> None:
+    shapes = [(16, 24), (24, 16), (16, 24), (9, 9)]
+    ends = []
+    for order in ([0, 1, 2, 3], [3, 2, 0, 1]):
+        params = [parameter(*shape, seed=i) for i, shape in enumerate(shapes)]
+        opt = optimizer([params[i] for i in order], lr=0.02)
+        run(opt, params, 8)
+        ends.append(params)
+    assert all(torch.equal(p, q) for p, q in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize("optimizer", FAMILY)
+def test_a_stack_is_its_matrices_one_by_one(optimizer) -> None:
+    stack = parameter(4, 6, 10)
+    alone = [nn.Parameter(X.clone()) for X in stack.detach()]
+    whole = optimizer([{"params": [stack], "view": "stack"}], lr=0.02)
+    split = optimizer(alone, lr=0.02)
+    for t in range(8):
+        stack.grad = noise(4, 6, 10, seed=t)
+        for p, G in zip(alone, stack.grad, strict=True):
+            p.grad = G.clone()
+        whole.step()
+        split.step()
+    assert torch.equal(stack, torch.stack(alone))
+
+
+@pytest.mark.parametrize("optimizer", FAMILY)
+def test_memory_format_does_not_matter(optimizer) -> None:
+    """A channels_last convolution and a weight that is a transposed view are written in place."""
+    plain = parameter(6, 4, 3, 3)
+    last = nn.Parameter(plain.detach().clone(memory_format=torch.channels_last))
+    turned = nn.Parameter(parameter(5, 7).detach().t().contiguous().t())
+    straight = parameter(5, 7)
+    assert not last.is_contiguous()
+    assert not turned.is_contiguous()
+    for p, values in (
+        (plain, {"view": "conv"}),
+        (last, {"view": "conv"}),
+        (straight, {}),
+        (turned, {}),
+    ):
+        run(optimizer([{"params": [p], **values}], lr=0.02), [p], 5)
+    torch.testing.assert_close(last, plain, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(turned, straight, rtol=1e-9, atol=1e-12)
+    assert last.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("optimizer", FAMILY)
+def test_parameters_of_different_age_keep_their_own_bias_correction(optimizer) -> None:
+    a, b = parameter(6, 8), parameter(6, 8, seed=1)
+    late = nn.Parameter(b.detach().clone())
+    together = optimizer([a, b], lr=0.02)
+    run(together, [a], 4)
+    alone = optimizer([late], lr=0.02)
+    alone.param_groups[0]["step"] = 4  # kappa counts the group's steps
+    for t in range(4, 8):
+        a.grad = noise(6, 8, seed=t)
+        b.grad = noise(6, 8, seed=100 + t)
+        late.grad = b.grad.clone()
+        together.step()
+        alone.step()
+    assert torch.equal(b, late)

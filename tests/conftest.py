@@ -1,0 +1,19 @@
+"""Before torch is imported: some virtual machines advertise AMX without allowing it, and a bf16
+product would end the process with an illegal instruction."""
+
+import os
+
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("suite", deadline=None, derandomize=True)
+settings.load_profile("suite")
+torch.set_num_threads(1)  # the suite runs in two processes
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)

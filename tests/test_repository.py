@@ -1,0 +1,81 @@
+"""The repository's own rules: sizes, import time, documented code that runs."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_files_and_functions_stay_short() -> None:
+    for path in SOURCES:
+        text = path.read_text()
+        assert len(text.splitlines()) <= 250, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                body = node.body[1:] if ast.get_docstring(node) else node.body
+                lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0
+                assert lines <= 40, f"{path}: {node.name} has {lines} lines"
+
+
+def test_import_is_quick_and_compiles_nothing() -> None:
+    """Without torch's own import, under 50 ms; the compiler is not even loaded."""
+    code = (
+        "import time, sys, torch\n"
+        "start = time.perf_counter()\n"
+        "import angular_muown\n"
+        "print(time.perf_counter() - start, 'torch._dynamo' in sys.modules)"
+    )
+    seconds = []
+    for _ in range(3):
+        run = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        )
+        took, *loaded = run.stdout.split()
+        assert loaded == ["False"]
+        seconds.append(float(took))
+    assert min(seconds) < 0.05
+
+
+def test_the_library_needs_torch_alone() -> None:
+    allowed = {"torch", "angular_muown", *sys.stdlib_module_names}
+    for path in (ROOT / "src" / "angular_muown").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module]
+            for name in names:
+                assert name.split(".")[0] in allowed, f"{path} imports {name}"
+
+
+def _python_blocks(path: Path) -> str:
+    return "\n".join(re.findall(r"```python\n(.*?)```", path.read_text(), flags=re.DOTALL))
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+def test_documented_code_runs(path: Path, tmp_path: Path) -> None:
+    """The blocks of a document are one program."""
+    code = _python_blocks(path)
+    if not code:
+        pytest.skip(f"{path.name} has no Python")
+    script = tmp_path / "document.py"
+    script.write_text(code)
+    run = subprocess.run(
+        [sys.executable, "-W", "error", str(script)], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text()):
+        if not target.startswith("http"):
+            assert (path.parent / target).exists(), target
