@@ -5,7 +5,6 @@ W is the only truth: lengths and directions are read off it at every step, so we
 changed from outside (a checkpoint, an EMA swap, pruning) are simply the next starting point.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -48,7 +47,6 @@ def polar_coordinates(W: Tensor, G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return U, g, (G * U).sum(dim=-1, keepdim=True)
 
 
-@dataclass(frozen=True)
 class Flat:
     """W itself, at the one length g = 1: nothing radial, the whole gradient moves the weight."""
 
@@ -61,7 +59,6 @@ class Flat:
         return g * at.U + step
 
 
-@dataclass(frozen=True)
 class Oblique:
     """W = Diag(g) U with unit rows: T = g (G - r U), retraction by row normalisation."""
 
@@ -75,7 +72,6 @@ class Oblique:
         return g * normalize_rows(at.U + step)
 
 
-@dataclass(frozen=True)
 class WeightNorm:
     """W = Diag(g / rho) R with R = rho U: the stored row norm rho divides the angle of a step.
 

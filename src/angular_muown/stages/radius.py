@@ -53,7 +53,6 @@ class LogAdam:
         return torch.where(g == 0, change.clamp(min=0), g * change.exp())
 
 
-@dataclass(frozen=True)
 class Fixed:
     """g stays: only the directions learn."""
 
