@@ -214,6 +214,23 @@ def test_a_zero_row_leaves_zero_continuously(optimizer: type[Engine], radius, lr
     assert p.detach()[2].norm() <= 21 * lr * (1 + lr) ** 21
 
 
+@pytest.mark.parametrize("optimizer", WITH_RADII)
+@pytest.mark.parametrize("radius", ["adam", "log_adam"])
+def test_a_row_zeroed_from_outside_leaves_downhill_whatever_its_past(optimizer, radius) -> None:
+    """A pruned row: the first moment of its length belongs to a direction that is gone."""
+    p = parameter(5, 6)
+    opt = optimizer([p], lr=0.01, radius=radius)
+    for t in range(5):
+        p.grad = 1000 * p.detach() + noise(5, 6, seed=t)  # every length falls
+        opt.step()
+    with torch.no_grad():
+        p[2] = 0
+    p.grad = noise(5, 6, seed=9)
+    opt.step()
+    assert p.detach()[2] @ p.grad[2] < 0
+    assert p.detach()[2].norm() <= 0.01
+
+
 @pytest.mark.parametrize("optimizer", FAMILY)
 def test_zero_rows_without_gradient_stay_zero(optimizer: type[Engine]) -> None:
     p = parameter(5, 6)

@@ -57,7 +57,7 @@ def svd(X: Tensor) -> Tensor:
     X_unit = _unit(X, 1.0)
     U, S, Vh = torch.linalg.svd(X_unit, full_matrices=False)
     noise = S[..., :1] * max(X.shape[-2:]) * torch.finfo(S.dtype).eps
-    kept = (noise < S).to(S.dtype).unsqueeze(-2)
+    kept = (S > noise).to(S.dtype).unsqueeze(-2)
     return ((U * kept) @ Vh).to(X.dtype)
 
 
