@@ -144,8 +144,3 @@ def check_gradient(p: Tensor, name: str) -> None:
             f"parameter {name!r} (shape {tuple(p.shape)}) has a {p.grad.layout} gradient: "
             "only dense ones are supported; for an embedding set sparse=False"
         )
-    if hasattr(p, "device_mesh"):
-        raise ValueError(
-            f"parameter {name!r} (shape {tuple(p.shape)}) is a DTensor: sharded parameters are not "
-            "supported by this version; keep the parameters of this optimizer whole on each rank"
-        )

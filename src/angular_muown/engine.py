@@ -13,6 +13,7 @@ from torch._compile import _disable_dynamo  # imports dynamo at the first call, 
 
 from angular_muown import adamw, checks
 from angular_muown.loading import load_keeping_dtypes
+from angular_muown.placement import zeros_like
 from angular_muown.recipe import Recipe
 from angular_muown.stages.charts import row_signs
 from angular_muown.stages.momentum import heavy_ball
@@ -153,13 +154,13 @@ class Engine(torch.optim.Optimizer):
             # float32 on the host: a bf16 counter stops at 256, one on the device costs a sync
             state["step"] = torch.zeros((), dtype=torch.float32)
             dtype = getattr(torch, group["state_dtype"]) if group["state_dtype"] else compute
-            state["momentum_buffer"] = torch.zeros(p.shape, dtype=dtype, device=p.device)
+            state["momentum_buffer"] = zeros_like(p, dtype)
         for name in self.recipe(group).rows:
             if name not in state:
                 shape = Layout.of(group).row_shape(p)
                 state[name] = torch.zeros(shape, dtype=compute, device=p.device)
         if group["write_back"] == "master" and p.dtype != compute and "master" not in state:
-            state["master"] = p.detach().to(compute, memory_format=torch.contiguous_format)
+            state["master"] = zeros_like(p, compute).copy_(p)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Like every torch optimizer, takes over the groups' values from the state dict; where

@@ -42,7 +42,7 @@ def load_keeping_dtypes(
                     if isinstance(value, torch.Tensor):
                         # the base class puts "step" on the right device, but does not copy it
                         device = optimizer.state[p]["step"].device if name == "step" else p.device
-                        optimizer.state[p][name] = value.detach().to(device, copy=True)
+                        optimizer.state[p][name] = value.detach().to(device).clone()
 
     # Last before and first after loading: the user's own hooks see and may change all of it.
     before = optimizer.register_load_state_dict_pre_hook(check)

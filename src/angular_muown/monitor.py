@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from angular_muown.engine import ENGINE_DEFAULTS, Engine
+from angular_muown.placement import whole
 from angular_muown.roles import hidden_matrices
 from angular_muown.stages.charts import nonzero, normalize_rows, row_norm
 from angular_muown.stages.normalize import frobenius
@@ -116,7 +117,7 @@ class AngleMonitor:
 
     def _matrices(self, name: str, p: Tensor, copy: bool = False) -> list[Tensor]:
         dtype = torch.promote_types(p.dtype, torch.float32)
-        return [X.detach().to(dtype, copy=copy) for X in self._layouts[name].cut(p)]
+        return [X.detach().to(dtype, copy=copy) for X in self._layouts[name].cut(whole(p))]
 
     def _observe(self, stack: Stack, U: Tensor, Q: Tensor) -> None:
         named: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}

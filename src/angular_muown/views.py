@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from angular_muown.placement import store, whole
 from angular_muown.rounding import round_stochastically
 from angular_muown.stages.charts import Rows
 
@@ -70,7 +71,7 @@ class Layout:
 
     def row_shape(self, t: Tensor) -> tuple[int, ...]:
         """Shape of a row vector that belongs to t: (..., m, number of column blocks)."""
-        X = self.canonical(t)
+        X = self.canonical(torch.empty(t.shape, device="meta"))
         leading = t.shape[:-2] if self.view == "stack" else ()
         return (*leading, X.shape[1], len(self._sizes(X)[1]))
 
@@ -83,7 +84,7 @@ class Layout:
             )
         if self.view == "stack" and t.ndim < 3:
             raise ValueError("has no leading dimension: view='stack' wants (..., m, n)")
-        self._sizes(self.canonical(t))
+        self._sizes(self.canonical(torch.empty(t.shape, device="meta")))
 
     def _sizes(self, X: Tensor) -> tuple[list[int], list[int]]:
         return block_sizes(X.shape[1], self.blocks), block_sizes(X.shape[2], self.column_blocks)
@@ -169,14 +170,15 @@ class Leaf:
     state: dict[str, Any]
     layout: Layout
     working: Tensor = field(init=False)
+    momentum: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        p = self.parameter
+        p = whole(self.parameter)
+        self.momentum = whole(self.state["momentum_buffer"])
         if "master" in self.state:
-            master = self.state["master"]
+            master = whole(self.state["master"])
             # Where the weight is not its master's rounding, somebody changed it: the weight wins.
-            master.copy_(torch.where(master.to(p.dtype) == p, master, p.to(master.dtype)))
-            self.working = master
+            self.working = torch.where(master.to(p.dtype) == p, master, p.to(master.dtype))
         elif self.layout.view == "matrix" or p.is_contiguous():
             self.working = p
         else:  # such as a channels_last convolution: matrices of it are no views
@@ -186,14 +188,19 @@ class Leaf:
         cut, state = self.layout.cut, self.state
         assert self.parameter.grad is not None
         rows = [self.layout.cut_rows(state[name]) for name in row_names]
-        tensors = (self.working, self.parameter.grad, state["momentum_buffer"])
+        tensors = (self.working, whole(self.parameter.grad), self.momentum)
         for i, (W, G, M) in enumerate(zip(*map(cut, tensors), strict=True)):
             own = {name: parts[i] for name, parts in zip(row_names, rows, strict=True)}
             yield Piece(self.parameter, W, G, M, own, float(state["step"]))
 
     def close(self) -> None:
-        if self.working is not self.parameter:
-            self.parameter.copy_(self.working)
+        """Where the step worked on something else than the parameter and its state, store it."""
+        targets = [(self.parameter, self.working), (self.state["momentum_buffer"], self.momentum)]
+        if "master" in self.state:
+            targets.append((self.state["master"], self.working))
+        for target, value in targets:
+            if target is not value:
+                store(target, value)
 
 
 def stacks(

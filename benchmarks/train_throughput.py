@@ -1,0 +1,140 @@
+"""Training throughput of the lab: tokens/s, MFU and the optimizer's share of a step.
+
+    python benchmarks/train_throughput.py --runs s:32 s:64 dense-124m:32 --json results/x.json
+
+A run is RECIPE:SEQUENCES; a step is one forward and backward pass over so many sequences of random
+tokens (random data is as expensive as text), gradient clipping and one optimizer step. Medians over
+`--steps` steps after `--warmup`, which holds compilation.
+"""
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from angular_lab import build
+from angular_lab.progress import peak_flops
+from angular_lab.ranks import Ranks
+from angular_lab.recipes import recipe
+
+
+def clock(work: Callable[[], None], steps: int, device: torch.device) -> list[float]:
+    """Seconds of each call, by events on a GPU."""
+    if device.type != "cuda":
+        seconds = []
+        for _ in range(steps):
+            start = time.perf_counter()
+            work()
+            seconds.append(time.perf_counter() - start)
+        return seconds
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    events[0].record()
+    for event in events[1:]:
+        work()
+        event.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:], strict=False)]
+
+
+def measure(
+    name: str, sequences: int, optimizer: str, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    spec = recipe(name)
+    spec = replace(spec, deterministic=arguments.deterministic, compile=not arguments.eager)
+    spec = replace(spec, optim=replace(spec.optim, name=optimizer))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    ranks = Ranks(0, 1, device)
+    build.make_deterministic(spec)
+    model = build.make_model(spec, ranks)
+    parallel = build.parallelize(model, spec, ranks)
+    opt = build.make_optimizer(model, spec)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+    shape = (sequences, spec.model.sequence)
+    tokens = torch.randint(0, spec.model.vocabulary, shape, device=device)
+
+    def gradients() -> None:
+        with autocast:
+            loss = parallel(tokens, tokens)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    def step() -> None:
+        gradients()
+        opt.step()
+        opt.zero_grad()
+
+    start = time.perf_counter()
+    step()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    first = time.perf_counter() - start
+    clock(step, arguments.warmup, device)
+    full = median(clock(step, arguments.steps, device))
+    plain = median(clock(gradients, arguments.steps, device))
+    rate = sequences * spec.model.sequence / full
+    peak = peak_flops(device)
+    return {
+        "recipe": name,
+        "optimizer": optimizer,
+        "tokens_per_step": sequences * spec.model.sequence,
+        "tokens_per_second": rate,
+        "mfu": rate * model.flops_per_token() / peak if peak else None,
+        "step_ms": full * 1e3,
+        "gradients_ms": plain * 1e3,
+        "optimizer_share": 1 - plain / full,
+        "first_two_steps_s": first,
+        "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--runs", nargs="+", default=["nano:16"])
+    parser.add_argument("--optimizers", nargs="+", default=["angular_muown", "adamw"])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    cuda = torch.cuda.is_available()
+    machine = torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine()
+    results: list[dict[str, Any]] = []
+    print(f"{machine}, torch {torch.__version__}, deterministic {arguments.deterministic}")
+    print("recipe       optimizer      tokens/step   tokens/s    MFU   step ms  optimizer  first s")
+    for run in arguments.runs:
+        name, _, sequences = run.partition(":")
+        for optimizer in arguments.optimizers:
+            r = measure(name, int(sequences), optimizer, arguments)
+            results.append(r)
+            mfu = f"{r['mfu']:6.1%}" if r["mfu"] else "     -"
+            print(
+                f"{name:12} {optimizer:14} {r['tokens_per_step']:11,} {r['tokens_per_second']:10,.0f} "
+                f"{mfu} {r['step_ms']:9.2f} {r['optimizer_share']:9.1%} {r['first_two_steps_s']:8.1f}",
+                flush=True,
+            )
+            if arguments.json:
+                content = {
+                    "machine": machine,
+                    "torch": torch.__version__,
+                    "settings": {k: v for k, v in vars(arguments).items() if k != "json"},
+                    "results": results,
+                }
+                arguments.json.parent.mkdir(parents=True, exist_ok=True)
+                arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+            if cuda:
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""From a spec to a model, its optimizer and its learning rate."""
+
+import inspect
+import os
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils import deterministic
+
+import angular_muown as library
+from angular_lab.models import LanguageModel, build_model
+from angular_lab.ranks import Ranks
+from angular_lab.spec import Spec
+from angular_muown import cosine, plan, wsd
+
+OPTIMIZERS = {
+    "muon": library.Muon,
+    "normuon": library.NorMuon,
+    "muown": library.Muown,
+    "normuown": library.NorMuown,
+    "angular_muown": library.AngularMuown,
+}
+OPTIMIZER_NAMES = ("adamw", *OPTIMIZERS)
+
+
+def make_model(spec: Spec, ranks: Ranks) -> LanguageModel:
+    """Initialised on the CPU, so that every device starts from the same weights."""
+    model = build_model(spec.model)
+    model.init_weights(spec.seed)
+    return model.to(ranks.device)
+
+
+def parallelize(model: LanguageModel, spec: Spec, ranks: Ranks) -> nn.Module:
+    """What the loop calls: the model, spread over the ranks and compiled as the spec says."""
+    spread: nn.Module = model
+    if ranks.world > 1:
+        if spec.parallel not in ("ddp", "fsdp"):
+            raise ValueError(f"parallel={spec.parallel}: it must be ddp or fsdp")
+        if spec.parallel == "ddp":
+            spread = nn.parallel.DistributedDataParallel(model)
+        else:
+            for layer in model.layers:
+                fully_shard(layer)
+            fully_shard(model)
+    if spec.compile:
+        spread.compile()  # in place: names of parameters stay as they are
+    return spread
+
+
+def make_optimizer(model: LanguageModel, spec: Spec) -> torch.optim.Optimizer:
+    """After `parallelize`: sharding swaps the parameters."""
+    o = spec.optim
+    if o.name not in OPTIMIZER_NAMES:
+        raise ValueError(f"optim.name={o.name}: it must be one of {', '.join(OPTIMIZER_NAMES)}")
+    groups = plan(
+        model,
+        blocks=model.blocks() if o.split_blocks else {},
+        stacks=model.stacks(),
+        aux_lr=o.aux_lr or None,
+        aux_weight_decay=o.aux_weight_decay,
+    )
+    fused = next(model.parameters()).is_cuda
+    if o.name == "adamw":
+        return torch.optim.AdamW(
+            [_plain(group, o.weight_decay) for group in groups],
+            lr=o.lr, betas=(o.beta1, o.beta2), fused=fused,
+        )  # fmt: skip
+    for group in groups:
+        if group["algorithm"] == "adamw":
+            group["fused"] = fused
+    return OPTIMIZERS[o.name](groups, **_arguments(OPTIMIZERS[o.name], spec))
+
+
+def _plain(group: dict[str, Any], weight_decay: float) -> dict[str, Any]:
+    """A group of the plan for AdamW alone: hidden matrices decay, the rest as planned."""
+    known = {key: group[key] for key in ("params", "lr", "weight_decay") if key in group}
+    return {"weight_decay": weight_decay, **known}
+
+
+def _arguments(kind: type, spec: Spec) -> dict[str, Any]:
+    """What the spec says, as far as this optimizer has such an argument."""
+    o = spec.optim
+    wanted = {
+        "lr": o.lr,
+        "momentum": o.momentum,
+        "betas": (o.beta1, o.beta2),
+        "weight_decay": o.weight_decay,
+        "orthogonalize": o.orthogonalize,
+        "radius": o.radius,
+        "radius_lr": o.radius_lr or None,
+        "warmup_steps": spec.schedule.warmup,
+        "decay_scale": o.decay_scale,
+        "decay_degree": o.decay_degree,
+        **({"scale": o.scale} if o.scale else {}),
+    }
+    return {
+        key: value for key, value in wanted.items() if key in inspect.signature(kind).parameters
+    }
+
+
+def lr_factor(spec: Spec, step: int) -> float:
+    """The schedule as a pure function of the step: nothing to save, nothing to load."""
+    s = spec.schedule
+    if s.kind == "wsd":
+        return wsd(step, spec.steps, s.warmup, spec.decay_steps)
+    if s.kind == "cosine":
+        return cosine(step, spec.steps, s.warmup)
+    if s.kind == "constant":
+        return wsd(step, spec.steps, s.warmup)
+    raise ValueError(f"schedule.kind={s.kind}: it must be wsd, cosine or constant")
+
+
+def balance_experts(model: LanguageModel, ranks: Ranks) -> None:
+    """After a step: the routers of a mixture move towards equal load, counted over all ranks."""
+    for load in model.loads():
+        load.copy_(ranks.sum(load))
+    model.balance()
+
+
+def synchronize_gradients(parallel: nn.Module, last: bool) -> None:
+    """Gradients are exchanged in the last micro-batch of a step only."""
+    if isinstance(parallel, nn.parallel.DistributedDataParallel):
+        parallel.require_backward_grad_sync = last
+    elif isinstance(parallel, FSDPModule):
+        parallel.set_requires_gradient_sync(last)
+
+
+def make_deterministic(spec: Spec) -> None:
+    """Same spec, same machine: the same bits. Uninitialised memory need not be filled for that."""
+    torch.use_deterministic_algorithms(spec.deterministic)
+    deterministic.fill_uninitialized_memory = False  # pyrefly: ignore
+    if spec.deterministic:  # cuBLAS reads it at its first call
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

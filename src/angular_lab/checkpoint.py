@@ -1,0 +1,166 @@
+"""Checkpoints by torch.distributed.checkpoint: any number of ranks saves, any other number loads.
+
+Atomic: written to a temporary folder, forced to disk, renamed. A kill at any moment leaves the last
+good one. Loading executes no code: only tensors and plain values are unpickled.
+"""
+
+import os
+import pickle
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from angular_lab.ranks import Ranks
+
+PREFIX = "step_"
+# What the index of a checkpoint consists of, and nothing else.
+INDEX_MODULES = (
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.filesystem",
+)
+INDEX_CLASSES = (
+    *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+    *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "_StorageInfo"),
+)
+PLAIN = (
+    *(("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")),
+    *(("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")),
+)
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    return folder / f"{PREFIX}{step:08d}"
+
+
+def steps(folder: Path) -> list[int]:
+    """Steps with a finished checkpoint, oldest first."""
+    return sorted(int(path.name.removeprefix(PREFIX)) for path in folder.glob(f"{PREFIX}*"))
+
+
+def save(
+    folder: Path,
+    counters: dict[str, int],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ranks: Ranks,
+) -> None:
+    """`counters` holds at least "step"."""
+    step = counters["step"]
+    target = step_folder(folder, step)
+    temporary = folder / f".saving-{target.name}"
+    if ranks.first:
+        clean(folder)
+        temporary.mkdir(parents=True)
+    ranks.barrier()
+    weights, state = get_state_dict(model, optimizer)
+    content = {"model": weights, "optimizer": state, "counters": counters}
+    try:
+        with warnings.catch_warnings():
+            # torch tells that one process saves alone: we know
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.save(content, checkpoint_id=temporary, no_dist=ranks.world == 1)
+    except (Exception, dcp.api.CheckpointException) as error:  # the latter is no Exception
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise OSError(
+            f"checkpoint of step {step} could not be written to {folder}: {_cause(error)}; the "
+            f"last good one is step {max(steps(folder), default='none')}"
+        ) from None
+    if ranks.first:
+        _sync(temporary)
+        if target.exists():  # saved before a crash that lost only its log
+            shutil.rmtree(target)
+        os.rename(temporary, target)
+        _sync(folder)
+    ranks.barrier()
+
+
+def load(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks
+) -> dict[str, int]:
+    """Into model and, where given, optimizer; returns the counters."""
+    optimizers = [] if optimizer is None else [optimizer]
+    weights, state = get_state_dict(model, optimizers)
+    content: dict[str, Any] = {"model": weights, "counters": {"step": 0, "skipped": 0}}
+    if optimizer is not None:
+        content["optimizer"] = state
+    reader, planner = SafeReader(path), SafePlanner()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(content, storage_reader=reader, planner=planner, no_dist=ranks.world == 1)
+    except (Exception, dcp.api.CheckpointException) as error:
+        raise ValueError(f"checkpoint {path} cannot be loaded: {_cause(error)}") from None
+    set_state_dict(
+        model,
+        optimizers,
+        model_state_dict=content["model"],
+        optim_state_dict=content.get("optimizer", {}),
+    )
+    return content["counters"]
+
+
+def _cause(error: BaseException) -> object:
+    """What went wrong on the first rank where something did."""
+    failures = getattr(error, "failures", {})
+    return next(iter(failures.values()))[0] if failures else error
+
+
+def prune(folder: Path, keep: int, pinned: tuple[int, ...]) -> None:
+    """Keep the newest `keep` and the pinned ones."""
+    loose = [step for step in steps(folder) if step not in pinned]
+    for step in loose[: max(0, len(loose) - keep)]:
+        shutil.rmtree(step_folder(folder, step))
+
+
+def clean(folder: Path) -> None:
+    """What an interrupted save left."""
+    for path in folder.glob(".saving-*"):
+        shutil.rmtree(path)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class SafePlanner(dcp.DefaultLoadPlanner):
+    """Plain values through torch's weights-only unpickler; torch's own planner takes any pickle."""
+
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        key = read_item.dest_index.fqn
+        loaded = torch.load(value, weights_only=True)
+        if self.flatten_state_dict:
+            from torch.distributed.checkpoint._nested_dict import set_element
+
+            set_element(self.original_state_dict, self.mappings[key], loaded)
+        else:
+            self.state_dict[key] = loaded
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        is_index = module in INDEX_MODULES and name in INDEX_CLASSES
+        if is_dtype or is_index or (module, name) in PLAIN:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"the checkpoint's index asks for {module}.{name}: refused")
+
+
+class SafeReader(dcp.FileSystemReader):
+    """Reads the folder's index with an unpickler that knows checkpoint classes only."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        with open(Path(self.path) / ".metadata", "rb") as file:
+            metadata = _IndexUnpickler(file).load()
+        if getattr(metadata, "storage_meta", None) is not None:
+            metadata.storage_meta.load_id = self.load_id
+        return metadata

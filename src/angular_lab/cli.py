@@ -1,0 +1,191 @@
+"""The command angular-lab: prepare, train, branch, trunk, show, sample, export, demo.
+
+Exit codes: 0 done, 2 bad input, 3 loss not finite, 75 preempted (saved: run again with --resume).
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from angular_lab.overrides import count, override
+from angular_lab.recipes import RECIPES, recipe
+from angular_lab.spec import Spec
+
+BAD_INPUT, NOT_FINITE, PREEMPTED = 2, 3, 75
+
+
+def default_folder(spec: Spec) -> Path:
+    o = spec.optim
+    return Path("runs") / f"{spec.recipe}-{o.name}-lr{o.lr:g}-seed{spec.seed}"
+
+
+def train(arguments: argparse.Namespace) -> None:
+    from angular_lab.runs import train as run
+
+    spec = override(recipe(arguments.recipe), arguments.overrides)
+    out = arguments.out or default_folder(spec)
+    print(run(spec, out, resume=arguments.resume == "auto", device=arguments.device).path)
+
+
+def branch(arguments: argparse.Namespace) -> None:
+    from angular_lab.rundir import RunDir
+    from angular_lab.runs import branch_spec
+    from angular_lab.runs import train as run
+
+    parent: Path = arguments.run
+    spec = override(branch_spec(RunDir(parent), arguments.at, arguments.decay), arguments.overrides)
+    out = arguments.out or parent.with_name(
+        f"{parent.name}-at{arguments.at}-decay{arguments.decay}"
+    )
+    print(run(spec, out, resume=arguments.resume == "auto", device=arguments.device).path)
+
+
+def trunk(arguments: argparse.Namespace) -> None:
+    """A constant-rate run and its cool-downs to every horizon."""
+    from angular_lab.rundir import RunDir
+    from angular_lab.runs import branch_spec, trunk_spec
+    from angular_lab.runs import train as run
+
+    base = override(recipe(arguments.recipe), arguments.overrides)
+    horizons = [count(text) for text in arguments.horizons.split(",")]
+    spec, branches = trunk_spec(base, horizons, arguments.decay)
+    out: Path = arguments.out or default_folder(spec).with_name(
+        default_folder(spec).name + "-trunk"
+    )
+    run(spec, out, resume=True, device=arguments.device)
+    for at, length in branches:
+        folder = out.with_name(f"{out.name}-to{at + length}")
+        run(branch_spec(RunDir(out), at, length), folder, resume=True, device=arguments.device)
+        print(folder)
+
+
+def show(arguments: argparse.Namespace) -> None:
+    from angular_lab.show import describe
+
+    print(describe(override(recipe(arguments.recipe), arguments.overrides)))
+
+
+def sample(arguments: argparse.Namespace) -> None:
+    from angular_lab.ranks import Ranks
+    from angular_lab.rundir import RunDir
+    from angular_lab.runs import data_folder
+    from angular_lab.sample import generate, load_run, tokenizer_of
+
+    model = load_run(arguments.run)
+    spec = RunDir(arguments.run).read_spec()
+    tokenizer = tokenizer_of(data_folder(spec, Ranks(0, 1, next(model.parameters()).device)))
+    text = generate(
+        model, tokenizer, arguments.prompt, arguments.length, arguments.temperature,
+        seed=arguments.seed,
+    )  # fmt: skip
+    print(text)
+
+
+def export(arguments: argparse.Namespace) -> None:
+    from angular_lab.export import export as write
+    from angular_lab.rundir import RunDir
+    from angular_lab.sample import load_run
+
+    write(load_run(arguments.run), RunDir(arguments.run).read_spec().model, arguments.out)
+    print(arguments.out)
+
+
+def prepare(arguments: argparse.Namespace) -> None:
+    from angular_lab.prepare_command import prepare_from
+
+    print(prepare_from(arguments))
+
+
+def demo(arguments: argparse.Namespace) -> None:
+    from angular_lab.demo import run_demo
+
+    print(run_demo(arguments.out, arguments.steps))
+
+
+def recipes(_: argparse.Namespace) -> None:
+    for name, make in RECIPES.items():
+        m = make().model
+        print(f"{name:12}  {m.kind}: {m.layers} layers, width {m.width}, sequence {m.sequence}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="angular-lab", description="The pre-training lab.")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def add(name: str, function: object, summary: str, *first: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=summary, description=summary)
+        for argument in first:
+            sub.add_argument(argument, type=Path if argument == "run" else str)
+        sub.set_defaults(function=function)
+        return sub
+
+    for name, function, summary, first in (
+        ("train", train, "train a recipe", "recipe"),
+        ("branch", branch, "cool down from a step that a run kept", "run"),
+        ("trunk", trunk, "a constant-rate run and its cool-downs to several horizons", "recipe"),
+    ):
+        sub = add(name, function, summary, first)
+        sub.add_argument("overrides", nargs="*", metavar="key=value")
+        sub.add_argument("--out", type=Path, help="run folder")
+        sub.add_argument("--resume", choices=["auto", "never"], default="never")
+        sub.add_argument("--device", default="", help="cpu or cuda; default: what there is")
+        if name == "branch":
+            sub.add_argument("--at", type=count, required=True, help="step to start from")
+            sub.add_argument("--decay", type=count, required=True, help="steps of the cool-down")
+        if name == "trunk":
+            sub.add_argument("--horizons", required=True, help="steps, comma-separated")
+            sub.add_argument("--decay", type=float, default=0.1, help="share of each horizon")
+    sub = add("show", show, "print a run before it runs", "recipe")
+    sub.add_argument("overrides", nargs="*", metavar="key=value")
+    sub = add("sample", sample, "text from a run", "run", "prompt")
+    sub.add_argument("--length", type=int, default=200)
+    sub.add_argument("--temperature", type=float, default=0.8)
+    sub.add_argument("--seed", type=int, default=0)
+    sub = add("export", export, "weights in the layout of Hugging Face transformers", "run")
+    sub.add_argument("--out", type=Path, required=True)
+    _add_prepare(add("prepare", prepare, "text to token shards"))
+    sub = add("demo", demo, "four optimizers on text this machine has, and a report")
+    sub.add_argument("--out", type=Path, default=Path("demo"))
+    sub.add_argument("--steps", type=int, default=0)
+    add("recipes", recipes, "list the named runs")
+    return parser
+
+
+def _add_prepare(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "sources", nargs="*", help="text, .jsonl, .parquet; also .xz .gz .zst; folders"
+    )
+    sub.add_argument("--hf", help="a Hugging Face dataset instead of files")
+    sub.add_argument("--name", help="its configuration, such as sample-10BT")
+    sub.add_argument(
+        "--tokenizer", required=True, help="tokenizer.json, a hub name, bytes, train:N"
+    )
+    sub.add_argument("--out", type=Path, required=True)
+    sub.add_argument("--tokens", type=count, help="stop after so many train tokens, such as 3B")
+    sub.add_argument("--column", default="text")
+    sub.add_argument("--shard-tokens", type=count, default=100_000_000)
+    sub.add_argument("--val-fraction", type=float, default=0.005)
+    sub.add_argument("--workers", type=int)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    from angular_lab.health import NotFinite
+    from angular_lab.preemption import Preempted
+    from angular_lab.ranks import stop_ranks
+
+    try:
+        arguments.function(arguments)
+    except Preempted as stopped:
+        print(f"preempted: {stopped}", file=sys.stderr)
+        return PREEMPTED
+    except NotFinite as error:
+        print(f"error: {error}", file=sys.stderr)
+        return NOT_FINITE
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    finally:
+        stop_ranks()
+    return 0

@@ -1,0 +1,182 @@
+"""Documents from files, folders, Hugging Face datasets and Python's own library.
+
+A document is a string with something else in it than white space; others are left out.
+"""
+
+import bz2
+import gzip
+import importlib
+import io
+import json
+import lzma
+import sysconfig
+import tokenize
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+END_OF_TEXT = "<|endoftext|>"
+SEPARATORS = tuple(END_OF_TEXT + ending for ending in ("", "\n", "\r\n"))
+JSON_LINES = (".jsonl", ".ndjson", ".json")
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+def optional(module: str) -> Any:
+    """A module of the `lab` extra, imported where it is needed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"this needs the package {module}: pip install angular-muown[lab]"
+        ) from error
+
+
+def documents(source: str | Path, key: str = "text") -> Iterator[str]:
+    """The documents of a file, or of all files of a folder in sorted order.
+
+    By suffix: JSON lines (.jsonl, .ndjson, .json) and parquet, whose field or column `key` holds
+    the text; everything else is plain text in UTF-8. All but parquet may end in .xz, .gz, .bz2 or
+    .zst. Hidden files in a folder are left out.
+
+    Plain text: a line that holds only <|endoftext|> separates documents, together with the line
+    break before it. A file without such a line is one document.
+    """
+    path = Path(source)
+    if not path.exists():
+        raise ValueError(f"{path} does not exist; give a file or a folder of documents")
+    texts = _folder(path, key) if path.is_dir() else _file(path, key)
+    return (text for text in texts if text and not text.isspace())
+
+
+def _folder(folder: Path, key: str) -> Iterator[str]:
+    inside = sorted((path.relative_to(folder) for path in folder.rglob("*")), key=Path.as_posix)
+    for relative in inside:
+        path = folder / relative
+        if path.is_file() and not any(part.startswith(".") for part in relative.parts):
+            yield from _file(path, key)
+
+
+def _zst(path: Path) -> BinaryIO:
+    # pyarrow and not zstandard, whose reader takes a truncated file for a shorter one
+    return cast(BinaryIO, optional("pyarrow").input_stream(str(path), compression="zstd"))
+
+
+OPENERS: dict[str, Callable[[Path], Any]] = {
+    ".xz": lzma.open,
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".zst": _zst,
+}
+DAMAGE = (EOFError, OSError, lzma.LZMAError, zlib.error, UnicodeDecodeError)
+
+
+def _file(path: Path, key: str) -> Iterator[str]:
+    suffix = path.suffix.lower()
+    if suffix == ".parquet":
+        yield from _parquet(path, key)
+        return
+    opener = OPENERS.get(suffix)
+    kind = path.with_suffix("").suffix.lower() if opener else suffix
+    # Only "\n" ends a line, and nothing is translated: the text is what the file holds.
+    with (
+        opener(path) if opener else path.open("rb") as binary,
+        io.TextIOWrapper(binary, encoding="utf-8-sig", newline="\n") as text,
+    ):
+        lines = _lines(path, text)
+        yield from _json_lines(path, lines, key) if kind in JSON_LINES else _plain(lines)
+
+
+def _lines(path: Path, text: io.TextIOWrapper) -> Iterator[str]:
+    try:
+        yield from text
+    except DAMAGE as error:
+        raise ValueError(
+            f"{path} cannot be read ({type(error).__name__}: {error}); it is truncated, damaged or "
+            "not UTF-8 text: replace it or take it out"
+        ) from error
+
+
+def _plain(lines: Iterator[str]) -> Iterator[str]:
+    parts: list[str] = []
+    for line in lines:
+        if line in SEPARATORS:
+            ending = "\r\n" if line.endswith("\r\n") else "\n"
+            yield "".join(parts).removesuffix(ending)
+            parts = []
+        else:
+            parts.append(line)
+    yield "".join(parts)
+
+
+def _json_lines(path: Path, lines: Iterator[str], key: str) -> Iterator[str]:
+    for number, line in enumerate(lines, start=1):
+        if line.isspace():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number} is no JSON: {error}") from error
+        if not isinstance(record, dict) or not isinstance(record.get(key), str):
+            found = sorted(record) if isinstance(record, dict) else type(record).__name__
+            raise ValueError(f"{path}, line {number} has no text under {key!r}; it has {found}")
+        yield record[key]
+
+
+def _parquet(path: Path, column: str) -> Iterator[str]:
+    arrow, parquet = optional("pyarrow"), optional("pyarrow.parquet")
+    try:
+        with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if column not in names:
+                raise ValueError(f"{path} has no column {column!r}; it has {names}")
+            for batch in file.iter_batches(batch_size=1024, columns=[column]):
+                yield from (
+                    _text(value, f"{path}, column {column!r}") for value in batch[0].to_pylist()
+                )
+    except (arrow.ArrowInvalid, OSError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def _text(value: Any, where: str) -> str:
+    """A missing value is an empty document."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    raise ValueError(f"{where} holds {type(value).__name__}, not text")
+
+
+def hf_documents(
+    path: str, name: str | None = None, split: str = "train", column: str = "text", **options: Any
+) -> Iterator[str]:
+    """A Hugging Face dataset as a stream; `options` go to datasets.load_dataset."""
+    datasets = optional("datasets")
+    label = f"{path}" if name is None else f"{path} ({name})"
+    try:
+        rows = datasets.load_dataset(path, name, split=split, streaming=True, **options)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"the dataset {label}, split {split!r}, cannot be opened ({type(error).__name__}: "
+            f"{error}); check the name and that the hub can be reached, or download it and give "
+            "the folder"
+        ) from error
+    for row in rows:
+        if column not in row:
+            raise ValueError(f"the dataset {label} has no column {column!r}; it has {sorted(row)}")
+        text = _text(row[column], f"the dataset {label}, column {column!r}")
+        if text and not text.isspace():
+            yield text
+
+
+def stdlib_documents() -> Iterator[str]:
+    """The source files of the running Python's standard library, without its tests."""
+    root = Path(sysconfig.get_path("stdlib"))
+    relatives = (path.relative_to(root) for path in root.rglob("*.py"))
+    for relative in sorted(relatives, key=Path.as_posix):
+        if LEFT_OUT.isdisjoint(relative.parts):
+            try:
+                with tokenize.open(root / relative) as file:  # knows coding cookies
+                    text = file.read()
+            except (SyntaxError, UnicodeDecodeError):  # a file made to be wrong
+                continue
+            if text and not text.isspace():
+                yield text

@@ -1,0 +1,49 @@
+"""`make demo`: four optimizers on text that this machine has, and a page to look at."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from angular_lab.models import build_model
+from angular_lab.ranks import Ranks
+from angular_lab.recipes import recipe
+from angular_lab.report import summary, text_table, write_report
+from angular_lab.rundir import RunDir
+from angular_lab.runs import data_folder, train
+from angular_lab.sample import generate, load_run, tokenizer_of
+from angular_lab.spec import Spec
+
+# name, lr, weight decay: the best of a grid for this model and length, see results/demo_grid.md
+RUNS = (
+    ("adamw", 8e-3, 0.1),
+    ("muon", 0.04, 0.1),
+    ("muown", 0.02, 0.0),
+    ("angular_muown", 0.06, 0.0),
+)
+PROMPT = "def "
+
+
+def demo_spec(name: str, lr: float, weight_decay: float, steps: int = 0) -> Spec:
+    base = recipe("nano")
+    optim = replace(base.optim, name=name, lr=lr, weight_decay=weight_decay, aux_lr=8e-3)
+    return replace(base, optim=optim, steps=steps or base.steps)
+
+
+def run_demo(out: Path, steps: int = 0) -> Path:
+    folders = []
+    for name, lr, weight_decay in RUNS:
+        print(f"\n{name}, lr {lr:g}", file=sys.stderr)
+        spec = demo_spec(name, lr, weight_decay, steps)
+        folders.append(train(spec, out / "runs" / f"{name}-{spec.steps}", resume=True).path)
+    data = data_folder(spec, Ranks(0, 1, torch.device("cpu")))
+    tokenizer = tokenizer_of(data)
+    untrained = build_model(spec.model)
+    untrained.init_weights(spec.seed)
+    before = generate(untrained, tokenizer, PROMPT)
+    after = generate(load_run(folders[-1]), tokenizer, PROMPT)
+    print("\n" + text_table([summary(RunDir(folder)) for folder in folders]))
+    print(f"\nbefore training:\n{before!r}\n\nafter training with {RUNS[-1][0]}:\n{after}")
+    texts = [("A sample before training", before), (f"... and after, by {RUNS[-1][0]}", after)]
+    return write_report(folders, out, "Four optimizers on Python's standard library", texts)

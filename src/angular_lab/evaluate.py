@@ -1,0 +1,38 @@
+"""Validation loss over a fixed set of windows, the same at any number of ranks."""
+
+from math import exp, log
+
+import numpy as np
+import torch
+from torch import nn
+
+from angular_lab.ranks import Ranks
+from angular_lab.shards import Tokens
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, tokens: Tokens, count: int, batch: int, ranks: Ranks, autocast: torch.autocast
+) -> dict[str, float]:
+    """`count` windows from the start, in batches; each rank takes every world-th batch.
+
+    Every window has the same length, so the mean over windows is the mean over tokens.
+    """
+    count = min(count, len(tokens))
+    total = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    model.eval()
+    starts = range(0, count, batch)
+    for i, start in enumerate(starts):
+        if i % ranks.world != ranks.rank:
+            continue
+        windows = tokens.windows(np.arange(start, min(start + batch, count)))
+        data = torch.from_numpy(windows).to(ranks.device)
+        with autocast:
+            loss = model(data[:, :-1], data[:, 1:])
+        total += loss.double() * len(windows)
+    model.train()
+    loss_value = (ranks.sum(total) / count).item()
+    metrics = {"val_loss": loss_value, "val_perplexity": exp(min(loss_value, 700.0))}
+    if tokens.bytes_per_token:
+        metrics["val_bits_per_byte"] = loss_value / log(2) / tokens.bytes_per_token
+    return metrics

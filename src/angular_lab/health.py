@@ -1,0 +1,73 @@
+"""Losses that are not finite: found before they reach the weights, and traced to a layer."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class NotFinite(RuntimeError):  # noqa: N818  (reads as what it is)
+    """Training met a loss or a weight that is not finite."""
+
+
+class LossOnHost:
+    """The loss on its way to the host, asked for after the backward pass is under way.
+
+    On a GPU the copy is ordered behind the forward pass only: by the time the host waits for it,
+    the device is busy with the backward pass, so it never idles.
+    """
+
+    def __init__(self, loss: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if loss.is_cuda:
+            self._host = torch.empty((), dtype=loss.dtype, pin_memory=True)
+            self._host.copy_(loss.detach(), non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._host = loss.detach()
+
+    def value(self) -> float:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.item()
+
+
+@contextmanager
+def _watch(model: nn.Module, found: list[str]) -> Iterator[None]:
+    def check(name: str) -> object:
+        def hook(_module: nn.Module, _inputs: object, output: object) -> None:
+            if isinstance(output, Tensor) and not output.isfinite().all():
+                found.append(name)
+
+        return hook
+
+    hooks = [
+        module.register_forward_hook(check(name))  # type: ignore[arg-type]
+        for name, module in model.named_modules()
+        if name and not list(module.children())
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@torch.no_grad()
+def culprit(model: nn.Module, tokens: Tensor, targets: Tensor) -> str:
+    """The first place that is not finite: a weight, or a layer's output on this batch."""
+    for name, p in model.named_parameters():
+        if not p.isfinite().all():
+            return f"weight {name}"
+    found: list[str] = []
+    with _watch(model, found):
+        model(tokens, targets)
+    return f"output of {found[0]}" if found else "the loss itself"
+
+
+@torch.no_grad()
+def weights_are_finite(model: nn.Module) -> bool:
+    norms = [p.detach().isfinite().all() for p in model.parameters()]
+    return all(bool(ok) for ok in norms)

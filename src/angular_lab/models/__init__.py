@@ -1,0 +1,22 @@
+"""The lab's models: `build_model(spec)` makes one, `init_weights(seed)` gives it its values."""
+
+from angular_lab.models.base import LanguageModel
+from angular_lab.models.dense import Dense
+from angular_lab.models.gpt_speedrun import GPTSpeedrun
+from angular_lab.models.moe import MoE
+from angular_lab.models.qwen2 import Qwen2
+from angular_lab.spec import ModelSpec
+
+MODELS: dict[str, type[Dense] | type[Qwen2] | type[MoE] | type[GPTSpeedrun]] = {
+    "dense": Dense,
+    "qwen2": Qwen2,
+    "moe": MoE,
+    "gpt_speedrun": GPTSpeedrun,
+}
+
+
+def build_model(spec: ModelSpec) -> LanguageModel:
+    """The model that `spec` describes, on torch's current device; its values are not set yet."""
+    if spec.kind not in MODELS:
+        raise ValueError(f"model kind {spec.kind!r} is not one of {', '.join(map(repr, MODELS))}")
+    return MODELS[spec.kind](spec)

@@ -1,0 +1,137 @@
+"""What every model of the lab is: an embedding, blocks, a norm, a head, and what it says of itself.
+
+A model knows nothing of optimizers: `blocks` and `stacks` describe how its weights are laid out.
+"""
+
+from collections.abc import Iterable
+from math import sqrt
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from angular_lab.models.layers import (
+    Block,
+    head_size,
+    qkv_rows,
+    rotary_frequencies,
+    rotation_of,
+)
+from angular_lab.spec import ModelSpec
+
+Cut = int | list[int]
+
+
+class LanguageModel(nn.Module):
+    """Tokens (batch, time) to logits, or with targets to the mean cross-entropy.
+
+    Construction allocates, on the meta device too; `init_weights` gives the values.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, layers: Iterable[Block], *, head_bias: bool = False
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.embedding = nn.Embedding(spec.vocabulary, spec.width)
+        self.layers = nn.ModuleList(layers)
+        self.norm = nn.RMSNorm(spec.width, eps=spec.norm_eps)
+        self.lm_head = nn.Linear(spec.width, spec.vocabulary, bias=head_bias)
+        self._tie()
+
+    def _tie(self) -> None:
+        if self.spec.tied:
+            self.lm_head.weight = self.embedding.weight
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.embedding(tokens)
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        """How fast each pair of a head's dimensions turns with the position."""
+        return rotary_frequencies(head_size(self.spec), self.spec.rope_base, device)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        x = self.embed(tokens)
+        rotation = rotation_of(tokens.shape[1], self.frequencies(x.device))
+        for layer in self.layers:
+            x = layer(x, rotation)
+        logits = self.lm_head(self.norm(x))
+        if self.spec.soft_cap:
+            # Recomputed in the backward pass, so that its float32 insides are not kept.
+            logits = checkpoint(
+                soft_cap, logits, self.spec.soft_cap, use_reentrant=False, preserve_rng_state=False
+            )
+        if targets is None:
+            return logits
+        # Kept for the backward pass: the log-probabilities, the one float32 copy of the logits.
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    def blocks(self) -> dict[str, Cut]:
+        """Pattern of parameter names -> row blocks of the fused weights: a number, or sizes."""
+        rows = qkv_rows(self.spec)
+        return {"*.qkv.weight": 3 if len(set(rows)) == 1 else rows, "*.gate_up*": 2}
+
+    def stacks(self) -> list[str]:
+        """Patterns of (E, m, n) stacks of matrices."""
+        return []
+
+    def flops_per_token(self) -> float:
+        """Training operations per token, forward and backward.
+
+        6 x the parameters that take part in a token's matrix products: 2 for the forward product,
+        4 for the two backward ones. The head counts (tied or not), the embedding's look-up, norms
+        and biases do not; of the experts only those that a token visits count. Plus the products of
+        attention, q k^T and p v: 12 x layers x width x sequence x 0.5, the half for causality.
+        """
+        spec = self.spec
+        attention = 12 * spec.layers * spec.width * spec.sequence * 0.5
+        return 6.0 * self.matrix_parameters() + attention
+
+    def matrix_parameters(self) -> int:
+        """Parameters in the matrix products of one token."""
+        return sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+
+    def loads(self) -> list[Tensor]:
+        """Tokens per expert since the last `balance`, one vector per mixture; here there is none.
+        With several ranks the caller sums each of them over the ranks before `balance`."""
+        return []
+
+    def balance(self) -> None:
+        """Called once per optimizer step. Only a mixture has something to balance."""
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Matrices N(0, initial_std), norms 1, biases and buffers 0.
+
+        The values are drawn on the CPU from a generator of their own: the same for every device
+        and whatever torch's global state is. To be called on whole parameters, before sharding.
+        """
+        self._tie()  # to_empty, which leads out of the meta device, cuts the tie
+        generator = torch.Generator(device="cpu").manual_seed(seed)
+        for name, p in self.named_parameters():
+            if p.ndim == 1:
+                p.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+            else:
+                values = torch.empty(p.shape, dtype=torch.float32, device="cpu")
+                p.copy_(values.normal_(0.0, self.initial_std(name), generator=generator))
+        for buffer in self.buffers():
+            buffer.zero_()
+
+    def initial_std(self, name: str) -> float:
+        """init_std, and less for what is added to the residual stream, twice per layer."""
+        std = self.spec.init_std
+        return std / sqrt(2 * self.spec.layers) if is_residual_output(name) else std
+
+
+def is_residual_output(name: str) -> bool:
+    return not {"out", "down"}.isdisjoint(name.split("."))
+
+
+def soft_cap(logits: Tensor, cap: float) -> Tensor:
+    """x / sqrt(1 + (x/cap)^2): nearly x for small logits, never above cap; float32.
+
+    The form of modded-nanogpt's optimization track, records/track_3_optimization.
+    """
+    x = logits.float()
+    return x * torch.rsqrt(1.0 + (x / cap).square())

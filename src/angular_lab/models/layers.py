@@ -1,0 +1,133 @@
+"""The parts that the models share: rotary positions, attention, the gated MLP, the block.
+
+Everything is written for (batch, time, width). A part takes its sizes from the ModelSpec; what sets
+one kind of model apart from another is an argument here, never a second implementation.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from angular_lab.spec import ModelSpec
+
+Rotation = tuple[Tensor, Tensor]  # cosines and sines, each (time, head size / 2), float32
+
+
+def rotary_frequencies(size: int, base: float, device: torch.device) -> Tensor:
+    """base^(-2i/size) for i < size/2: the spacing of Llama and Qwen2 (arXiv 2104.09864)."""
+    exponents = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
+    return 1.0 / base**exponents
+
+
+def rotation_of(length: int, frequencies: Tensor) -> Rotation:
+    """Computed where it is used: a table in a buffer would not survive the meta device."""
+    positions = torch.arange(length, dtype=torch.float32, device=frequencies.device)
+    angles = positions[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Turn (..., time, size): the halves of the last dimension are real and imaginary parts."""
+    cos, sin = rotation
+    real, imaginary = x.chunk(2, dim=-1)
+    turned = (real * cos - imaginary * sin, imaginary * cos + real * sin)
+    return torch.cat(turned, dim=-1).to(x.dtype)
+
+
+def head_size(spec: ModelSpec) -> int:
+    if spec.width % spec.heads or (spec.width // spec.heads) % 2:
+        raise ValueError(
+            f"width={spec.width} with heads={spec.heads}: the heads must divide the width into "
+            "parts of even size (rotary positions turn pairs)"
+        )
+    return spec.width // spec.heads
+
+
+def kv_heads(spec: ModelSpec) -> int:
+    count = spec.kv_heads or spec.heads
+    if spec.heads % count:
+        raise ValueError(f"kv_heads={count} must divide heads={spec.heads}")
+    return count
+
+
+def mlp_width(spec: ModelSpec) -> int:
+    """spec.mlp, or 8/3 of the width rounded up to a multiple of 256."""
+    return spec.mlp or -(-8 * spec.width // (3 * 256)) * 256
+
+
+class Attention(nn.Module):
+    """Causal attention with fused q, k, v rows (in this order) and grouped k, v heads.
+
+    Args:
+        qkv_bias, out_bias: whether these projections have biases.
+        qk_norm: q and k are brought to RMS 1 per head, without a weight, before they are turned.
+        scale: of the scores; None is 1/sqrt(head size).
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        qk_norm: bool = False,
+        scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.size = head_size(spec)
+        self.eps = spec.norm_eps if qk_norm else None
+        self.scale = scale
+        self.rows = qkv_rows(spec)
+        self.qkv = nn.Linear(spec.width, sum(self.rows), bias=qkv_bias)
+        self.out = nn.Linear(spec.width, spec.width, bias=out_bias)
+
+    def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (-1, self.size)).transpose(1, 2)
+            for part in self.qkv(x).split(self.rows, dim=-1)
+        )
+        if self.eps is not None:
+            q, k = (F.rms_norm(part, (self.size,), eps=self.eps) for part in (q, k))
+        y = F.scaled_dot_product_attention(
+            rotate(q, rotation).to(v.dtype),
+            rotate(k, rotation).to(v.dtype),
+            v,
+            is_causal=True,
+            scale=self.scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        return self.out(y.transpose(1, 2).flatten(-2))
+
+
+def qkv_rows(spec: ModelSpec) -> list[int]:
+    """Rows of q, k and v in the fused weight."""
+    shared = kv_heads(spec) * head_size(spec)
+    return [spec.width, shared, shared]
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate x) * up x), gate above up in one weight (arXiv 2002.05202)."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(width, 2 * inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """x + attention(norm x), then x + mlp(norm x)."""
+
+    def __init__(self, spec: ModelSpec, attn: Attention, mlp: nn.Module) -> None:
+        super().__init__()
+        self.attn_norm = nn.RMSNorm(spec.width, eps=spec.norm_eps)
+        self.attn = attn
+        self.mlp_norm = nn.RMSNorm(spec.width, eps=spec.norm_eps)
+        self.mlp = mlp
+
+    def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
+        x = x + self.attn(self.attn_norm(x), rotation)
+        return x + self.mlp(self.mlp_norm(x))

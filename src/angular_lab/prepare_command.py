@@ -1,0 +1,51 @@
+"""`angular-lab prepare`: from the command line's words to shards."""
+
+import argparse
+from collections.abc import Iterator
+from itertools import chain, islice
+from pathlib import Path
+
+from angular_lab.corpus import documents, hf_documents
+from angular_lab.prepare import prepare
+from angular_lab.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+
+TRAINING_DOCUMENTS = 20_000  # enough for a vocabulary of tens of thousands
+SAVED = "tokenizer.json"
+
+
+def prepare_from(arguments: argparse.Namespace) -> Path:
+    if bool(arguments.hf) == bool(arguments.sources):
+        raise ValueError("name either files and folders, or a dataset with --hf, not both or none")
+    source = arguments.hf or ", ".join(arguments.sources)
+    prepare(
+        _texts(arguments),
+        _tokenizer(arguments),
+        arguments.out,
+        tokens=arguments.tokens,
+        shard_tokens=arguments.shard_tokens,
+        val_fraction=arguments.val_fraction,
+        workers=arguments.workers,
+        source=f"{source} {arguments.name or ''}".strip(),
+    )
+    return arguments.out
+
+
+def _texts(arguments: argparse.Namespace) -> Iterator[str]:
+    if arguments.hf:
+        return hf_documents(arguments.hf, arguments.name, "train", arguments.column)
+    return chain.from_iterable(documents(source, arguments.column) for source in arguments.sources)
+
+
+def _tokenizer(arguments: argparse.Namespace) -> Tokenizer:
+    """A named one, or `train:N`, trained on the first documents; a resumed call reuses it."""
+    kind, _, size = arguments.tokenizer.partition(":")
+    if kind != "train":
+        return load_tokenizer(arguments.tokenizer)
+    saved = arguments.out / SAVED
+    if saved.exists():
+        return load_tokenizer(str(saved))
+    try:
+        vocabulary = int(size)
+    except ValueError:
+        raise ValueError(f"--tokenizer {arguments.tokenizer}: write train:16384") from None
+    return train_tokenizer(islice(_texts(arguments), TRAINING_DOCUMENTS), vocabulary)

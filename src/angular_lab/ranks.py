@@ -1,0 +1,59 @@
+"""The ranks of a run: one process is the case with nothing to exchange."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Ranks:
+    rank: int
+    world: int
+    device: torch.device
+    hosts: Any = None  # a process group over the hosts' network
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def mean(self, t: torch.Tensor) -> torch.Tensor:
+        return self.sum(t) / self.world
+
+    def sum(self, t: torch.Tensor) -> torch.Tensor:
+        if self.world > 1:
+            t = t.clone()
+            dist.all_reduce(t)
+        return t
+
+    def any(self, flag: bool) -> bool:
+        """True on all ranks where it is true on one; between hosts, so no GPU has to wait."""
+        if self.world == 1:
+            return flag
+        flags = torch.tensor(float(flag))
+        dist.all_reduce(flags, group=self.hosts)
+        return bool(flags.item())
+
+    def barrier(self) -> None:
+        if self.world > 1:
+            dist.barrier()
+
+
+def start_ranks(device: str = "") -> Ranks:
+    """From torchrun's environment; without it, one rank."""
+    world, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if world > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+    hosts = dist.new_group(backend="gloo") if world > 1 else None
+    return Ranks(int(os.environ.get("RANK", 0)), world, chosen, hosts)
+
+
+def stop_ranks() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,138 @@
+"""The run folder: the only interface between training and reports. No torch here.
+
+spec.json        all values of the run, versions, git state
+metrics.jsonl    one line per logged step, deterministic: the same run writes the same bytes
+timing.jsonl     what depends on the machine's mood: seconds, tokens/s, memory
+checkpoints/     step_00001000/ ...
+DONE             when all steps are taken
+LOCK             held by the process that trains
+"""
+
+import fcntl
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import IO, Any
+
+from angular_lab.spec import Spec
+
+
+class RunDir:
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._lock: IO[str] | None = None
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def timing_path(self) -> Path:
+        return self.path / "timing.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def done(self) -> bool:
+        return (self.path / "DONE").exists()
+
+    @property
+    def started(self) -> bool:
+        return (self.path / "spec.json").exists()
+
+    def claim(self) -> None:
+        """Take the folder for this process. The kernel drops the lock when the process dies."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = open(self.path / "LOCK", "w")  # noqa: SIM115  (held for the process's life)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise ValueError(
+                f"{self.path} is in use by another process: wait for it, or choose another --out"
+            ) from None
+
+    def release(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def write_spec(self, spec: Spec, versions: dict[str, str]) -> None:
+        content = {"spec": spec.to_dict(), "versions": versions, "git": git_state()}
+        write_atomically(self.path / "spec.json", json.dumps(content, indent=2) + "\n")
+
+    def read_spec(self) -> Spec:
+        try:
+            content = json.loads((self.path / "spec.json").read_text())
+            return Spec.from_dict(content["spec"])
+        except FileNotFoundError:
+            raise ValueError(f"{self.path} is no run folder: it has no spec.json") from None
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{self.path / 'spec.json'} cannot be read: {error}") from None
+
+    def append(self, path: Path, values: dict[str, Any]) -> None:
+        """One line in one write: a reader never sees half a line unless the machine dies."""
+        line = json.dumps(values, allow_nan=False) + "\n"
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            os.write(descriptor, line.encode())
+        finally:
+            os.close(descriptor)
+
+    def sync_metrics(self) -> None:
+        """To the disk, before a checkpoint that counts on these lines."""
+        if self.metrics_path.exists():
+            with open(self.metrics_path) as file:
+                os.fsync(file.fileno())
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        return _parse_lines(self.metrics_path)
+
+    def rewind(self, step: int) -> None:
+        """Forget what was logged after `step`: those steps are about to be taken again."""
+        for path in (self.metrics_path, self.timing_path):
+            kept = [line for line in _parse_lines(path) if line["step"] <= step]
+            if path.exists():
+                write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def finish(self) -> None:
+        self.sync_metrics()
+        write_atomically(self.path / "DONE", "")
+
+
+def _parse_lines(path: Path) -> list[dict[str, Any]]:
+    """Whole lines only: a killed process may leave half a one at the end."""
+    if not path.exists():
+        return []
+    lines = []
+    for text in path.read_text().splitlines(keepends=True):
+        if text.endswith("\n"):
+            lines.append(json.loads(text))
+    return lines
+
+
+def write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def git_state() -> dict[str, Any]:
+    def ask(*arguments: str) -> str:
+        found = subprocess.run(
+            ["git", *arguments], capture_output=True, text=True, cwd=Path(__file__).parent
+        )
+        return found.stdout.strip() if found.returncode == 0 else ""
+
+    return {"commit": ask("rev-parse", "HEAD"), "changed": bool(ask("status", "--porcelain"))}
+
+
+def base_versions() -> dict[str, str]:
+    return {"python": platform.python_version(), "machine": platform.machine()}

@@ -1,0 +1,135 @@
+"""A run from start to end: fresh, resumed or branched off another."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from angular_lab import checkpoint
+from angular_lab.overrides import keys
+from angular_lab.prepare import prepare_stdlib
+from angular_lab.ranks import Ranks, start_ranks
+from angular_lab.rundir import RunDir, base_versions
+from angular_lab.spec import Spec
+from angular_lab.trainer import Trainer
+
+STDLIB = "stdlib"
+
+
+def data_folder(spec: Spec, ranks: Ranks, cache: Path = Path("data/stdlib")) -> Path:
+    if spec.data != STDLIB:
+        folder = Path(spec.data)
+        if not folder.is_dir():
+            raise ValueError(f"data={spec.data}: no such folder; make one with angular-lab prepare")
+        return folder
+    if ranks.first:
+        prepare_stdlib(cache)
+    ranks.barrier()
+    return prepare_stdlib(cache)  # made by now: this only says where
+
+
+def train(spec: Spec, out: Path, resume: bool = False, device: str = "") -> RunDir:
+    """Run a spec in a folder. With `resume`, go on where it stopped; a finished run returns."""
+    ranks = start_ranks(device)
+    run = RunDir(out)
+    if ranks.first:
+        run.claim()
+    ranks.barrier()
+    try:
+        if run.started:
+            _check_resumable(spec, run, resume)
+            if run.done:
+                return run
+        elif ranks.first:
+            versions = {**base_versions(), "torch": torch.__version__}
+            run.write_spec(spec, versions)
+        ranks.barrier()
+        trainer = Trainer(spec, run, ranks, data_folder(spec, ranks))
+        _restore(trainer)
+        trainer.train()
+        return run
+    finally:
+        run.release()
+
+
+def _restore(trainer: Trainer) -> None:
+    """From the run's newest checkpoint, else from its parent's, else from the start."""
+    run, spec, ranks = trainer.run, trainer.spec, trainer.ranks
+    saved = checkpoint.steps(run.checkpoints) if run.checkpoints.exists() else []
+    source = checkpoint.step_folder(run.checkpoints, saved[-1]) if saved else None
+    if source is None and spec.parent:
+        source = checkpoint.step_folder(_parent(run, spec).checkpoints, spec.parent_step)
+        if not source.exists():
+            raise ValueError(f"{source} is gone: {run.path} cannot start from its parent")
+    if source is not None:
+        trainer.restore(source)
+    if ranks.first:
+        run.rewind(trainer.step)
+        if run.checkpoints.exists():
+            checkpoint.clean(run.checkpoints)
+    ranks.barrier()
+
+
+def _parent(run: RunDir, spec: Spec) -> RunDir:
+    """Where the spec says, or beside this run if the folder of runs was moved."""
+    beside = run.path.parent / Path(spec.parent).name
+    return RunDir(spec.parent if Path(spec.parent).exists() else beside)
+
+
+def _check_resumable(spec: Spec, run: RunDir, resume: bool) -> None:
+    if not resume:
+        raise ValueError(
+            f"{run.path} holds a run already: add --resume auto to go on, or choose another --out"
+        )
+    before = run.read_spec()
+    if before == spec:
+        return
+    differences = [
+        f"{key}={_get(before, key)!r} (now {_get(spec, key)!r})"
+        for key in keys(spec)
+        if _get(before, key) != _get(spec, key)
+    ]
+    raise ValueError(
+        f"{run.path} was started with {', '.join(differences)}: the same, or a new --out"
+    )
+
+
+def _get(spec: object, key: str) -> object:
+    for part in key.split("."):
+        spec = getattr(spec, part)
+    return spec
+
+
+def branch_spec(run: RunDir, at: int, decay: int) -> Spec:
+    """The spec of a cool-down of `decay` steps that starts from the run's checkpoint at `at`."""
+    spec = run.read_spec()
+    kept = checkpoint.steps(run.checkpoints) if run.checkpoints.exists() else []
+    if at not in kept:
+        raise ValueError(
+            f"{run.path} has no checkpoint at step {at}: it keeps {kept or 'none'}; pin branch "
+            "points with pins=STEP,STEP"
+        )
+    if decay < 1:
+        raise ValueError(f"a cool-down of {decay} steps: it must have at least one")
+    return replace(
+        spec,
+        steps=at + decay,
+        pins="",
+        parent=str(run.path),
+        parent_step=at,
+        schedule=replace(spec.schedule, kind="wsd", decay_steps=decay),
+    )
+
+
+def trunk_spec(spec: Spec, horizons: list[int], decay: float) -> tuple[Spec, list[tuple[int, int]]]:
+    """A constant-rate trunk with pinned branch points, and each branch as (start, length): a
+    cool-down that ends at a horizon and takes its last `decay` share."""
+    lengths = [(horizon, round(decay * horizon)) for horizon in sorted(horizons)]
+    branches = [(horizon - length, length) for horizon, length in lengths]
+    trunk = replace(
+        spec,
+        steps=branches[-1][0],
+        pins=",".join(str(start) for start, _ in branches),
+        schedule=replace(spec.schedule, kind="constant"),
+    )
+    return trunk, branches

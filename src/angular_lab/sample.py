@@ -1,0 +1,59 @@
+"""Text from a trained run."""
+
+from pathlib import Path
+
+import torch
+
+from angular_lab import checkpoint
+from angular_lab.models import LanguageModel, build_model
+from angular_lab.ranks import Ranks
+from angular_lab.rundir import RunDir
+from angular_lab.tokenizer import Tokenizer, load_tokenizer
+
+
+@torch.no_grad()
+def generate(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    prompt: str,
+    length: int = 200,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+) -> str:
+    """Continue the prompt by `length` tokens; the same seed gives the same text."""
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    ids = [tokenizer.end_of_text, *tokenizer.encode(prompt)]
+    model.eval()
+    for _ in range(length):
+        window = torch.tensor([ids[-model.spec.sequence :]], device=device)
+        logits = model(window)[0, -1, : tokenizer.vocabulary].float()
+        best = logits.topk(min(top_k, len(logits)))
+        chances = torch.softmax(best.values / max(temperature, 1e-6), dim=-1)
+        choice = int(best.indices[torch.multinomial(chances, 1, generator=generator)])
+        if choice == tokenizer.end_of_text:
+            break
+        ids.append(choice)
+    model.train()
+    return tokenizer.decode(ids[1:])
+
+
+def load_run(path: Path, device: str = "cpu") -> LanguageModel:
+    """The model of a run at its newest checkpoint."""
+    run = RunDir(path)
+    spec = run.read_spec()
+    saved = checkpoint.steps(run.checkpoints) if run.checkpoints.exists() else []
+    if not saved:
+        raise ValueError(f"{path} has no checkpoint yet")
+    model = build_model(spec.model).to(device)
+    ranks = Ranks(0, 1, torch.device(device))
+    checkpoint.load(checkpoint.step_folder(run.checkpoints, saved[-1]), model, None, ranks)
+    return model
+
+
+def tokenizer_of(data: Path) -> Tokenizer:
+    path = data / "tokenizer.json"
+    if not path.exists():
+        raise ValueError(f"{data} has no tokenizer.json: text cannot be made from its tokens")
+    return load_tokenizer(str(path))

@@ -1,0 +1,79 @@
+"""What a run will be, before it is: values, plan, size, time."""
+
+import json
+import time
+
+import torch
+
+from angular_lab.build import make_optimizer
+from angular_lab.models import LanguageModel, build_model
+from angular_lab.progress import peak_flops
+from angular_lab.spec import Spec
+
+USUAL_MFU = 0.4  # of a well-fed GPU; on the CPU the rate is measured instead
+
+
+def describe(spec: Spec) -> str:
+    with torch.device("meta"):
+        model = build_model(spec.model)
+    parameters = sum(p.numel() for p in model.parameters())
+    tokens = spec.steps * spec.tokens_per_step
+    flops = model.flops_per_token() * tokens
+    rate, source = _rate()
+    lines = [
+        json.dumps(spec.to_dict(), indent=2),
+        "",
+        _plan(model, spec),
+        "",
+        f"parameters   {parameters:,}",
+        f"tokens       {tokens:,} ({spec.steps:,} steps of {spec.tokens_per_step:,})",
+        f"operations   {flops:.3g} FLOP ({model.flops_per_token():.4g} per token)",
+        f"memory       {_state_bytes(parameters) / 2**30:.2f} GiB for weights, gradients and "
+        "state; activations on top",
+        f"time         {_duration(flops / rate)} at {rate / 1e12:.3g} TFLOP/s ({source})",
+    ]
+    return "\n".join(lines)
+
+
+def _plan(model: LanguageModel, spec: Spec) -> str:
+    optimizer = make_optimizer(model, spec)
+    rows = []
+    for group in optimizer.param_groups:
+        rule = group.get("algorithm", "adamw")
+        cut = f" in {group['blocks']} blocks" if group.get("blocks") else ""
+        view = f" ({group['view']})" if group.get("view", "matrix") != "matrix" else ""
+        count = sum(p.numel() for p in group["params"])
+        names = group.get("param_names", [])
+        rows.append(
+            f"{rule}{view}{cut}: {len(group['params'])} parameters, {count:,} elements, "
+            f"lr {group['lr']:g}, weight decay {group['weight_decay']:g}; first {names[0]}"
+        )
+    return f"{type(optimizer).__name__}\n" + "\n".join(f"  {row}" for row in rows)
+
+
+def _state_bytes(parameters: int) -> int:
+    return parameters * (4 + 4 + 8)  # weights, gradients, at most two moments, float32
+
+
+def _rate() -> tuple[float, str]:
+    """FLOP/s to expect here, and where the figure comes from."""
+    if torch.cuda.is_available():
+        peak = peak_flops(torch.device("cuda"))
+        if peak is not None:
+            return USUAL_MFU * peak, f"{USUAL_MFU:.0%} of the datasheet's peak"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    A = torch.randn(1024, 1024, device=device)
+    (A @ A).sum().item()
+    start = time.perf_counter()
+    for _ in range(5):
+        B = A @ A
+    B.sum().item()
+    measured = 5 * 2 * 1024**3 / (time.perf_counter() - start)
+    return 0.5 * measured, "half of a matrix product's rate, measured now"
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} seconds"

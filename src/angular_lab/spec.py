@@ -1,0 +1,112 @@
+"""A run as a frozen dataclass: the only home of defaults.
+
+A variant is `dataclasses.replace`; the command line sets `key=value` with dotted keys
+(`overrides.py`). Everything here is plain: numbers, strings, booleans.
+"""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    kind: str = "dense"  # dense, qwen2, moe, gpt_speedrun
+    vocabulary: int = 50_280  # GPT-NeoX's 50,277 entries, rounded up
+    sequence: int = 1024
+    layers: int = 12
+    width: int = 768
+    heads: int = 12
+    kv_heads: int = 0  # 0: as many as heads
+    mlp: int = 0  # inner width; 0: 8/3 of the width, rounded up to 256
+    tied: bool = True
+    norm_eps: float = 1e-6
+    rope_base: float = 10_000.0
+    init_std: float = 0.02
+    soft_cap: float = 0.0  # of the logits; 0: none
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_mlp: int = 0
+    shared_mlp: int = 0
+    dense_layers: int = 0  # leading layers of a mixture without experts
+    balance_rate: float = 1e-3  # how fast the router's bias moves towards equal load
+
+
+@dataclass(frozen=True)
+class OptimSpec:
+    name: str = "angular_muown"  # adamw, muon, normuon, muown, normuown, angular_muown
+    lr: float = 0.02
+    aux_lr: float = 0.0  # embeddings, heads, norms; 0: as lr
+    radius_lr: float = 0.0  # row lengths; 0: as lr
+    weight_decay: float = 0.0
+    aux_weight_decay: float = 0.0
+    momentum: float = 0.95
+    beta1: float = 0.9
+    beta2: float = 0.95
+    decay_scale: float = 1e-3  # kappa = (1 + decay_scale (t - warmup))^(-decay_degree)
+    decay_degree: float = 1.0
+    scale: str = ""  # "": the optimizer's own
+    orthogonalize: str = "polar_express"  # for every optimizer, as in the paper
+    radius: str = "adam"
+    split_blocks: bool = True  # fused matrices as their blocks
+
+
+@dataclass(frozen=True)
+class ScheduleSpec:
+    kind: str = "wsd"  # wsd, cosine, constant
+    warmup: int = 100
+    decay: float = 0.1  # share of the steps in the linear cool-down (wsd)
+    decay_steps: int = 0  # the same as a number of steps; 0: by share
+
+
+@dataclass(frozen=True)
+class Spec:
+    recipe: str = "custom"
+    data: str = "stdlib"  # a folder of shards, or "stdlib": the running Python's own source text
+    steps: int = 1000
+    batch: int = 512  # sequences per step over all ranks
+    micro_batch: int = 0  # sequences per forward pass and rank; 0: all at once
+    seed: int = 0
+    clip: float = 1.0  # global gradient norm; 0: none
+    eval_every: int = 250
+    eval_tokens: int = 1_048_576
+    save_every: int = 500
+    keep: int = 2  # newest checkpoints that stay
+    pins: str = ""  # comma-separated steps whose checkpoints always stay: branch points
+    log_every: int = 10
+    angle_every: int = 50  # 0: never
+    on_nan: str = "stop"  # stop, skip
+    precision: str = "bf16"  # bf16 (autocast), fp32
+    compile: bool = True
+    deterministic: bool = True  # bit-equal repeats on one machine
+    parallel: str = "ddp"  # with several ranks: ddp, fsdp
+    loggers: str = ""  # comma-separated: tensorboard, wandb, trackio
+    parent: str = ""  # set by `branch`: the run and step that this one continues
+    parent_step: int = 0
+    model: ModelSpec = field(default_factory=ModelSpec)
+    optim: OptimSpec = field(default_factory=OptimSpec)
+    schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
+
+    @property
+    def pinned(self) -> tuple[int, ...]:
+        return tuple(int(step) for step in self.pins.split(",") if step)
+
+    @property
+    def decay_steps(self) -> int:
+        return self.schedule.decay_steps or round(self.schedule.decay * self.steps)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch * self.model.sequence
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> "Spec":
+        plain = {key: value for key, value in values.items() if not isinstance(value, dict)}
+        return Spec(
+            **plain,
+            model=ModelSpec(**values["model"]),
+            optim=OptimSpec(**values["optim"]),
+            schedule=ScheduleSpec(**values["schedule"]),
+        )

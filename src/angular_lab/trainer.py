@@ -1,0 +1,169 @@
+"""The training loop: batch, step, evaluate, log, save."""
+
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from angular_lab import build, checkpoint
+from angular_lab.evaluate import evaluate
+from angular_lab.health import LossOnHost, NotFinite, culprit, weights_are_finite
+from angular_lab.preemption import Preempted, Sigterm
+from angular_lab.prefetch import Prefetcher
+from angular_lab.progress import Progress
+from angular_lab.ranks import Ranks
+from angular_lab.rundir import RunDir
+from angular_lab.shards import Batches, Tokens
+from angular_lab.spec import Spec
+from angular_muown import AngleMonitor
+from angular_muown.placement import whole
+
+
+class Trainer:
+    """A run in progress. The state of training is the weights, the optimizer's state and `step`."""
+
+    def __init__(self, spec: Spec, run: RunDir, ranks: Ranks, data: Path) -> None:
+        build.make_deterministic(spec)
+        self.spec, self.run, self.ranks, self.step = spec, run, ranks, 0
+        sequence, vocabulary = spec.model.sequence, spec.model.vocabulary
+        self.batches = Batches(Tokens(data, "train", sequence, vocabulary), spec.batch, spec.seed)
+        self.validation = Tokens(data, "val", sequence, vocabulary)
+        self.model = build.make_model(spec, ranks)
+        self.parallel = build.parallelize(self.model, spec, ranks)
+        self.optimizer = build.make_optimizer(self.model, spec)
+        self.rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.autocast = torch.autocast(
+            ranks.device.type, torch.bfloat16, enabled=spec.precision == "bf16"
+        )
+        self.monitor = AngleMonitor(self.model, self.optimizer, max(1, spec.angle_every))
+        if not spec.angle_every:
+            self.monitor.close()
+        self.progress = Progress(spec, run, ranks, self.model.flops_per_token())
+        self.skipped = 0
+        self.grad_norm = torch.zeros(())
+
+    def restore(self, source: Path) -> None:
+        counters = checkpoint.load(source, self.model, self.optimizer, self.ranks)
+        self.step, self.skipped = counters["step"], counters["skipped"]
+
+    def train(self) -> None:
+        """Take the remaining steps. The loop is the whole story."""
+        self.monitor.steps = self.step
+        self.progress.start(self.step)
+        with Sigterm() as sigterm, self.prefetch() as batches:
+            for tokens, targets in batches:
+                loss = self.forward_backward(tokens, targets)
+                if self.is_finite(loss, tokens, targets):
+                    self.update()
+                self.step += 1
+                metrics = self.measure(loss)
+                if metrics:
+                    self.progress.log(self.step, metrics)
+                if self.due(self.spec.save_every) or self.step in self.spec.pinned:
+                    self.save()
+                if self.ranks.any(sigterm.received):
+                    self.save()
+                    raise Preempted(f"saved at step {self.step}; go on with --resume auto")
+        self.finish()
+
+    def forward_backward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Mean loss of this rank's sequences; gradients are the mean over all ranks."""
+        micro = self.spec.micro_batch or len(tokens)
+        parts = list(zip(tokens.split(micro), targets.split(micro), strict=True))
+        total = torch.zeros((), device=self.ranks.device)
+        for i, (part, wanted) in enumerate(parts):
+            build.synchronize_gradients(self.parallel, i == len(parts) - 1)
+            with self.autocast:
+                loss = self.parallel(part, wanted) * (len(part) / len(tokens))
+            total += loss.detach()
+            if i == len(parts) - 1:
+                self.host_loss = LossOnHost(total)
+            loss.backward()
+        return total
+
+    def update(self) -> None:
+        # An infinite bound measures the norm and clips nothing.
+        bound = self.spec.clip or float("inf")
+        self.grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), bound)
+        factor = build.lr_factor(self.spec, self.step)
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate * factor
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        build.balance_experts(self.model, self.ranks)
+
+    def measure(self, loss: torch.Tensor) -> dict[str, Any]:
+        """The line of this step, {} where nothing is due."""
+        metrics: dict[str, Any] = {}
+        measured = self.spec.angle_every and (self.step - 1) % self.spec.angle_every == 0
+        if measured and (angles := self.monitor.read()):
+            metrics |= {key: value for key, value in angles.items() if "/" not in key}
+        if self.due(self.spec.eval_every):
+            metrics |= self.evaluate()
+        if not metrics and not self.due(self.spec.log_every):
+            return {}
+        value = self.ranks.mean(loss).item()
+        line = {
+            "step": self.step,
+            "tokens": self.step * self.spec.tokens_per_step,
+            "loss": value if isfinite(value) else None,
+            "lr": self.spec.optim.lr * build.lr_factor(self.spec, self.step - 1),
+            "grad_norm": whole(self.grad_norm).item(),
+        }
+        if self.skipped:
+            line["skipped"] = self.skipped
+        return {**line, **metrics}
+
+    def evaluate(self) -> dict[str, float]:
+        count = max(1, self.spec.eval_tokens // self.spec.model.sequence)
+        batch = self.spec.micro_batch or max(1, self.spec.batch // self.ranks.world)
+        return evaluate(self.parallel, self.validation, count, batch, self.ranks, self.autocast)
+
+    def is_finite(self, loss: torch.Tensor, tokens: torch.Tensor, targets: torch.Tensor) -> bool:
+        value = self.host_loss.value()
+        if not self.ranks.any(not isfinite(value)):
+            return True
+        if self.spec.on_nan == "skip":
+            self.skipped += 1
+            self.optimizer.zero_grad()
+            return False
+        with self.autocast:
+            where = culprit(self.model, tokens, targets)
+        raise NotFinite(
+            f"the loss of step {self.step + 1} is {value}; first not finite: {where}. The newest "
+            f"checkpoint is step {max(checkpoint.steps(self.run.checkpoints), default='none')}; "
+            "lower optim.lr, or set on_nan=skip to leave such batches out"
+        )
+
+    def save(self) -> None:
+        if not weights_are_finite(self.model):
+            raise NotFinite(
+                f"weights are not finite after step {self.step}: not saved; the newest checkpoint "
+                f"is step {max(checkpoint.steps(self.run.checkpoints), default='none')}"
+            )
+        if self.ranks.first:
+            self.run.sync_metrics()
+        counters = {"step": self.step, "skipped": self.skipped}
+        checkpoint.save(self.run.checkpoints, counters, self.model, self.optimizer, self.ranks)
+        if self.ranks.first:
+            checkpoint.prune(self.run.checkpoints, self.spec.keep, self.spec.pinned)
+
+    def finish(self) -> None:
+        if self.step not in checkpoint.steps(self.run.checkpoints):
+            self.save()
+        if self.ranks.first:
+            self.run.finish()
+        self.progress.finish()
+
+    def due(self, every: int) -> bool:
+        return bool(every) and (self.step % every == 0 or self.step == self.spec.steps)
+
+    def prefetch(self) -> Prefetcher[tuple[torch.Tensor, torch.Tensor]]:
+        return Prefetcher(self.batch, self.step, self.spec.steps)
+
+    def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        windows = torch.from_numpy(self.batches.batch(step, self.ranks.rank, self.ranks.world))
+        if self.ranks.device.type == "cuda":
+            windows = windows.pin_memory().to(self.ranks.device, non_blocking=True)
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()

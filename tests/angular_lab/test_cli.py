@@ -1,0 +1,135 @@
+"""The command line: what a user types, what comes back, and what a slip of the pen gets."""
+
+import json
+from dataclasses import fields
+
+import pytest
+
+from angular_lab.cli import main
+from angular_lab.overrides import count, keys, override
+from angular_lab.recipes import RECIPES, recipe
+from angular_lab.spec import Spec
+
+SMALL = (
+    "steps=6", "batch=2", "eval_every=3", "eval_tokens=64", "save_every=3", "log_every=1",
+    "model.sequence=32", "model.layers=1", "model.width=16", "model.heads=2", "model.mlp=32",
+    "schedule.warmup=1",
+)  # fmt: skip
+
+
+def test_train_sample_branch_export(data, tmp_path, capsys) -> None:
+    out = tmp_path / "run"
+    assert main(["train", "nano", f"data={data}", *SMALL, "--out", str(out)]) == 0
+    assert (out / "DONE").exists()
+    assert capsys.readouterr().out.strip() == str(out)
+    assert main(["sample", str(out), "def ", "--length", "20"]) == 0
+    first = capsys.readouterr().out
+    assert first.startswith("def ")
+    assert main(["sample", str(out), "def ", "--length", "20"]) == 0
+    assert capsys.readouterr().out == first
+    branch = tmp_path / "branch"
+    assert main(["branch", str(out), "--at", "3", "--decay", "2", "--out", str(branch)]) == 0
+    content = json.loads((branch / "spec.json").read_text())
+    assert content["spec"]["parent"] == str(out)
+    assert content["spec"]["steps"] == 5
+    assert content["versions"]["torch"]
+    assert main(["export", str(out), "--out", str(tmp_path / "hf")]) == 0
+    assert (tmp_path / "hf" / "model.safetensors").exists()
+
+
+def test_trunk_and_branches_in_one_command(data, tmp_path, capsys) -> None:
+    out = tmp_path / "trunk"
+    command = ["trunk", "nano", f"data={data}", *SMALL, "--horizons", "4,8", "--decay", "0.5"]
+    assert main([*command, "--out", str(out)]) == 0
+    assert capsys.readouterr().out.split() == [f"{out}-to4", f"{out}-to8"]
+    assert main([*command, "--out", str(out)]) == 0, "finished parts are not run again"
+
+
+def test_show_tells_the_run_before_it_runs(capsys) -> None:
+    assert main(["show", "dense-124m"]) == 0
+    text = capsys.readouterr().out
+    assert "parameters   123," in text
+    assert "matrix in 3 blocks: 12 parameters" in text
+    assert "2,499,805,184" in text  # 4768 steps of 524,288
+    assert "AngularMuown" in text
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_can_be_shown(name, capsys) -> None:
+    assert main(["show", name]) == 0
+    assert "operations" in capsys.readouterr().out
+
+
+def test_recipes_lists_them(capsys) -> None:
+    assert main(["recipes"]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in RECIPES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "nanoo"], "unknown recipe 'nanoo': did you mean nano?"),
+        (["train", "nano", "step=3"], "unknown key 'step'; did you mean steps?"),
+        (["train", "nano", "optim.rl=3"], "unknown key 'optim.rl'; did you mean lr?"),
+        (["train", "nano", "steps=many"], "steps=many: steps wants a whole number"),
+        (["train", "nano", "optim.lr=fast"], "optim.lr wants a number"),
+        (["train", "nano", "compile=maybe"], "compile wants true or false"),
+        (["train", "nano", "optim=muon"], "'optim' has parts"),
+        (["train", "nano", "steps.x=1"], "steps is a plain value"),
+        (["train", "nano", "faster"], "'faster' is no override: write key=value"),
+        (["train", "nano", "data=nowhere"], "no such folder"),
+        (["sample", "nowhere", "x"], "no run folder"),
+        (["prepare", "--tokenizer", "bytes", "--out", "x"], "either files"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, words, capsys, tmp_path) -> None:
+    extra = ["--out", str(tmp_path / "run")] if arguments[0] == "train" else []
+    assert main([*arguments, *extra]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.startswith("error: ")
+    assert "Traceback" not in error
+
+
+def test_an_unknown_optimizer_is_told_the_known_ones(data, tmp_path, capsys) -> None:
+    command = ["train", "nano", f"data={data}", *SMALL, "optim.name=adam", "--out", str(tmp_path)]
+    assert main(command) == 2
+    assert "one of adamw, muon" in capsys.readouterr().err
+
+
+def test_prepare_from_files(tmp_path, capsys) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("\n<|endoftext|>\n".join(f"document {i} says hello" for i in range(200)))
+    out = tmp_path / "data"
+    command = ["prepare", str(text), "--tokenizer", "train:300", "--val-fraction", "0.1"]
+    assert main([*command, "--out", str(out), "--workers", "1"]) == 0
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest
+    assert main([*command, "--out", str(out), "--workers", "1"]) == 0, "finished: nothing to do"
+    run = ["train", "nano", f"data={out}", *SMALL, "model.vocabulary=300"]
+    assert main([*run, "model.sequence=16", "--out", str(tmp_path / "run")]) == 0
+
+
+def test_overrides_reach_every_key_and_keep_types() -> None:
+    spec = recipe("nano")
+    for key in keys(spec):
+        value = spec
+        for part in key.split("."):
+            value = getattr(value, part)
+        assert override(spec, [f"{key}={value}"]) == spec, key
+    assert override(spec, ["optim.lr=0.5", "compile=true"]).optim.lr == 0.5
+    assert {f.name for f in fields(Spec)} >= {"steps", "seed", "data", "eval_every", "save_every"}
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("3B", 3 * 10**9), ("2.5M", 2_500_000), ("10k", 10**4)]
+)
+def test_counts_may_have_units(text, number) -> None:
+    assert count(text) == number
+
+
+def test_a_spec_survives_json() -> None:
+    for make in RECIPES.values():
+        spec = make()
+        assert Spec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec

@@ -1,0 +1,197 @@
+"""Faults and bad input: said clearly, and the last good state stays."""
+
+import json
+import pickle
+import re
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+
+from angular_lab import checkpoint
+from angular_lab.health import NotFinite
+from angular_lab.models.base import LanguageModel
+from angular_lab.ranks import Ranks
+from angular_lab.rundir import RunDir
+from angular_lab.runs import branch_spec, train
+from angular_lab.sample import load_run
+from angular_lab.trainer import Trainer
+from tests.angular_lab.runs import lines, tiny
+
+POISON = 255  # a byte that no UTF-8 text contains
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sixth batch holds a token whose embedding is not a number."""
+    embed, batch = LanguageModel.embed, Trainer.batch
+
+    def bad_embed(self, tokens):
+        return embed(self, tokens).masked_fill((tokens == POISON).unsqueeze(-1), torch.nan)
+
+    def bad_batch(self, step):
+        tokens, targets = batch(self, step)
+        if step == 5:
+            tokens[0, 0] = POISON
+        return tokens, targets
+
+    monkeypatch.setattr(LanguageModel, "embed", bad_embed)
+    monkeypatch.setattr(Trainer, "batch", bad_batch)
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_a_loss_that_is_not_finite_stops_before_it_reaches_the_weights(data, tmp_path) -> None:
+    out = tmp_path / "run"
+    with pytest.raises(NotFinite, match=r"step 6 .*layers\.0\..*checkpoint is step 4"):
+        train(tiny(data), out)
+    assert checkpoint.steps(out / "checkpoints") == [4]
+    assert not RunDir(out).done
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_on_nan_skip_leaves_the_batch_out_and_counts(data, tmp_path) -> None:
+    out = tmp_path / "run"
+    train(tiny(data, on_nan="skip"), out)
+    parsed = [json.loads(line) for line in lines(out)]
+    assert parsed[5]["loss"] is None
+    assert [line.get("skipped", 0) for line in parsed] == [0] * 5 + [1] * 7
+    assert all(line["loss"] < 7 for line in parsed[6:])
+
+
+def test_weights_that_are_not_finite_are_never_saved(data, tmp_path, monkeypatch) -> None:
+    update = Trainer.update
+
+    def spoil(self):
+        update(self)
+        if self.step == 7:
+            with torch.no_grad():
+                self.model.layers[0].mlp.down.weight[0, 0] = torch.inf
+
+    monkeypatch.setattr(Trainer, "update", spoil)
+    with pytest.raises(NotFinite, match=r"not saved; the newest checkpoint is step 4"):
+        train(tiny(data, log_every=1000, eval_every=0, angle_every=0), tmp_path / "run")
+
+
+def test_a_full_disk_leaves_the_last_good_checkpoint(data, tmp_path) -> None:
+    """The kernel refuses to write large files, as it would on a full disk."""
+    out = tmp_path / "run"
+    train(tiny(data, steps=4), tmp_path / "small")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    calls = []
+    save = checkpoint.dcp.save
+
+    def save_on_a_full_disk(*arguments, **values):
+        calls.append(1)
+        if len(calls) == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+        try:
+            return save(*arguments, **values)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint.dcp, "save", save_on_a_full_disk)
+        with pytest.raises(OSError, match=r"step 8 could not be written.*last good one is step 4"):
+            train(tiny(data), out)
+    assert checkpoint.steps(out / "checkpoints") == [4]
+    train(tiny(data), out, resume=True)
+    assert RunDir(out).done
+
+
+def test_a_folder_in_use_is_refused(data, tmp_path) -> None:
+    first = RunDir(tmp_path / "run")
+    first.claim()
+    with pytest.raises(ValueError, match="in use by another process"):
+        train(tiny(data), tmp_path / "run")
+    first.release()
+    train(tiny(data, steps=1), tmp_path / "run")
+
+
+def test_an_existing_run_needs_resume_and_the_same_spec(data, tmp_path) -> None:
+    train(tiny(data, steps=2), tmp_path / "run")
+    with pytest.raises(ValueError, match="--resume auto"):
+        train(tiny(data, steps=2), tmp_path / "run")
+    with pytest.raises(ValueError, match=r"started with steps=2 \(now 3\)"):
+        train(tiny(data, steps=3), tmp_path / "run", resume=True)
+    before = lines(tmp_path / "run")
+    train(tiny(data, steps=2), tmp_path / "run", resume=True)
+    assert lines(tmp_path / "run") == before, "a finished run is left alone"
+
+
+def test_vocabulary_and_data_have_to_fit(data, tmp_path) -> None:
+    spec = tiny(data)
+    small = type(spec.model)(**{**spec.model.__dict__, "vocabulary": 64})
+    with pytest.raises(ValueError, match="64"):
+        train(tiny(data, model=small), tmp_path / "a")
+    with pytest.raises(ValueError, match="no such folder"):
+        train(tiny(tmp_path / "nowhere"), tmp_path / "b")
+    with pytest.raises(ValueError, match="batch"):
+        train(tiny(data, batch=10**9), tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"parallel": "magic"}, None),
+        ({"loggers": "paper"}, "'paper' is not one of tensorboard"),
+    ],
+)
+def test_settings_that_mean_nothing(data, tmp_path, values, words) -> None:
+    if words is None:  # only looked at with several ranks
+        train(tiny(data, steps=1, **values), tmp_path / "run")
+        return
+    with pytest.raises(ValueError, match=re.escape(words)):
+        train(tiny(data, steps=1, **values), tmp_path / "run")
+
+
+def test_branching_from_a_step_that_was_not_kept(data, tmp_path) -> None:
+    train(tiny(data), tmp_path / "run")
+    with pytest.raises(ValueError, match=r"no checkpoint at step 5: it keeps \[8, 12\]; pin"):
+        branch_spec(RunDir(tmp_path / "run"), 5, 2)
+    with pytest.raises(ValueError, match="at least one"):
+        branch_spec(RunDir(tmp_path / "run"), 8, 0)
+    with pytest.raises(ValueError, match="no run folder"):
+        branch_spec(RunDir(tmp_path), 8, 2)
+
+
+class Evil:
+    """What a poisoned checkpoint would contain."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self):
+        return (Path.touch, (self.target,))
+
+
+def test_loading_executes_no_code(data, tmp_path) -> None:
+    train(tiny(data, steps=2), tmp_path / "run")
+    folder = checkpoint.step_folder(tmp_path / "run" / "checkpoints", 2)
+    trap = tmp_path / "trap"
+    (folder / ".metadata").write_bytes(pickle.dumps(Evil(trap)))
+    with pytest.raises(Exception, match="refused"):
+        load_run(tmp_path / "run")
+    assert not trap.exists()
+
+
+def test_plain_values_in_a_checkpoint_are_unpickled_safely(data, tmp_path, monkeypatch) -> None:
+    train(tiny(data, steps=2), tmp_path / "run")
+    loaded = []
+    load = torch.load
+
+    def watch(*arguments, **values):
+        loaded.append(values.get("weights_only"))
+        return load(*arguments, **values)
+
+    monkeypatch.setattr(torch, "load", watch)
+    load_run(tmp_path / "run")
+    assert loaded
+    assert all(loaded)
+
+
+def test_one_rank_needs_no_collectives() -> None:
+    ranks = Ranks(0, 1, torch.device("cpu"))
+    assert ranks.any(True)
+    assert not ranks.any(False)
+    assert ranks.mean(torch.tensor(3.0)) == 3.0

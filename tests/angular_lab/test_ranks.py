@@ -1,0 +1,88 @@
+"""The same loss curve on 1, 2 and 4 ranks, data parallel and sharded; resume across world sizes."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from angular_lab.runs import train
+from tests.angular_lab.runs import LIMIT, free_port, lines, tiny, train_on
+
+STEPS = 50
+
+
+def spec_of(data, **values):
+    return tiny(data, steps=STEPS, eval_every=25, save_every=25, angle_every=0, **values)
+
+
+@pytest.fixture(scope="module")
+def alone(data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("alone") / "run"
+    train(spec_of(data), out)
+    return _losses(out)
+
+
+def _losses(out) -> list[float]:
+    parsed = [json.loads(line) for line in lines(out)]
+    assert [line["step"] for line in parsed] == list(range(1, STEPS + 1))
+    return [line["loss"] for line in parsed] + [x["val_loss"] for x in parsed if "val_loss" in x]
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_loss_curve_does_not_depend_on_the_ranks(
+    data, tmp_path, alone, parallel, world
+) -> None:
+    train_on(world, spec_of(data, parallel=parallel), tmp_path / "run")
+    assert _losses(tmp_path / "run") == pytest.approx(alone, abs=1e-5)
+
+
+@pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2), (4, 2)])
+def test_resume_at_another_world_size(data, tmp_path, alone, first, second) -> None:
+    """The run is cut at its middle checkpoint and goes on with other ranks, sharded."""
+    spec, out = spec_of(data, parallel="fsdp"), tmp_path / "run"
+    train_on(first, spec, out)
+    (out / "DONE").unlink()
+    _forget_after(out, STEPS // 2)
+    train_on(second, spec, out)
+    assert _losses(out) == pytest.approx(alone, abs=1e-5)
+
+
+def _forget_after(out, step: int) -> None:
+    import shutil
+
+    for path in (out / "checkpoints").iterdir():
+        if int(path.name.split("_")[1]) > step:
+            shutil.rmtree(path)
+
+
+# AdamW turns the rounding of a gradient near zero into a step of full size: a small lr keeps the
+# two curves within the tolerance.
+@pytest.mark.parametrize(("optimizer", "lr"), [("adamw", 1e-3), ("muon", 0.01), ("muown", 0.01)])
+def test_other_optimizers_shard_too(data, tmp_path, optimizer, lr) -> None:
+    base = spec_of(data, parallel="fsdp")
+    spec = replace(base, optim=replace(base.optim, name=optimizer, lr=lr))
+    train(spec, tmp_path / "alone")
+    train_on(2, spec, tmp_path / "sharded")
+    assert _losses(tmp_path / "sharded") == pytest.approx(_losses(tmp_path / "alone"), abs=1e-5)
+
+
+def test_torchrun(data, tmp_path, alone) -> None:
+    """The command of the README, with real torchrun."""
+    spec = spec_of(data)
+    model = [f"model.{k}={v}" for k, v in vars(spec.model).items() if k in ("sequence", "layers")]
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
+        *("--master-port", free_port(), "-m", "angular_lab", "train", "nano"),
+        *(f"data={data}", f"steps={STEPS}", "batch=4", "eval_every=25", "eval_tokens=256"),
+        *("save_every=25", "log_every=1", "angle_every=0", *model, "model.width=32"),
+        *("model.heads=2", "model.mlp=64", "schedule.warmup=2", "schedule.decay=0.25"),
+        *("--out", str(tmp_path / "run")),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, timeout=LIMIT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert _losses(tmp_path / "run") == pytest.approx(alone, abs=1e-5)
