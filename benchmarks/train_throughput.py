@@ -13,6 +13,7 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -41,7 +42,7 @@ def clock(work: Callable[[], None], steps: int, device: torch.device) -> list[fl
         work()
         event.record()
     torch.cuda.synchronize()
-    return [a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:], strict=False)]
+    return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
 
 
 def measure(
@@ -117,11 +118,12 @@ def main() -> None:
             r = measure(name, int(sequences), optimizer, arguments)
             results.append(r)
             mfu = f"{r['mfu']:6.1%}" if r["mfu"] else "     -"
-            print(
-                f"{name:12} {optimizer:14} {r['tokens_per_step']:11,} {r['tokens_per_second']:10,.0f} "
-                f"{mfu} {r['step_ms']:9.2f} {r['optimizer_share']:9.1%} {r['first_two_steps_s']:8.1f}",
-                flush=True,
+            cells = (
+                f"{name:12} {optimizer:14} {r['tokens_per_step']:11,}",
+                f"{r['tokens_per_second']:10,.0f} {mfu} {r['step_ms']:9.2f}",
+                f"{r['optimizer_share']:9.1%} {r['first_two_steps_s']:8.1f}",
             )
+            print(*cells, flush=True)
             if arguments.json:
                 content = {
                     "machine": machine,

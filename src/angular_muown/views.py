@@ -58,16 +58,21 @@ class Layout:
 
     def cut(self, t: Tensor) -> list[Tensor]:
         """The matrices of a parameter, gradient or momentum: views of (count, m_i, n_i)."""
-        X = self.canonical(t)
-        rows, columns = self._sizes(X)
-        return [b for a in X.split(rows, dim=1) for b in a.split(columns, dim=2)]
+        return self._cut(self.canonical(t), self.column_blocks)
 
     def cut_rows(self, t: Tensor) -> list[Tensor]:
         """The same cut of a row vector, which has one column per column block."""
         m, parts = t.shape[-2:]
-        X = t.reshape(-1, m, parts)
-        rows = block_sizes(m, self.blocks)
-        return [b for a in X.split(rows, dim=1) for b in a.split(1, dim=2)]
+        return self._cut(t.reshape(-1, m, parts), parts)
+
+    def _cut(self, X: Tensor, column_blocks: Cut) -> list[Tensor]:
+        count, m, n = X.shape
+        rows, columns = block_sizes(m, self.blocks), block_sizes(n, column_blocks)
+        # Equal blocks of rows are one piece with more matrices, as long as that is a view; it is
+        # none for a stack whose matrices lie transposed.
+        if len(set(rows)) == len(columns) == 1 and not (self.transposed and self.view == "stack"):
+            return [X.reshape(count * len(rows), rows[0], n)]
+        return [b for a in X.split(rows, dim=1) for b in a.split(columns, dim=2)]
 
     def row_shape(self, t: Tensor) -> tuple[int, ...]:
         """Shape of a row vector that belongs to t: (..., m, number of column blocks)."""
@@ -158,8 +163,7 @@ class Stack:
             self._scatter([piece.rows[name] for piece in self.pieces], values)
 
     def _scatter(self, parts: list[Tensor], values: Tensor) -> None:
-        for part, value in zip(parts, values.split(self.counts), strict=True):
-            part.copy_(value)
+        torch._foreach_copy_(parts, list(values.split(self.counts)))  # one launch for all of them
 
 
 @dataclass

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -69,13 +70,14 @@ def _rank(rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     tokens, targets = text(batch=4)
     own = slice(2 * rank, 2 * rank + 2)
+    mesh = init_device_mesh("cpu", (2,))
     for spec in SPECS.values():
         whole = scrambled(spec)
         wanted = gradients(whole, whole(tokens, targets))
         replicated, sharded = scrambled(spec), scrambled(spec)
         for layer in sharded.layers:
-            fully_shard(layer)
-        fully_shard(sharded)
+            fully_shard(layer, mesh=mesh)
+        fully_shard(sharded, mesh=mesh)
         for model, wrapped in ((replicated, DistributedDataParallel(replicated)), (sharded,) * 2):
             for part in (slice(0, 1), slice(1, 2)):  # accumulated over two passes
                 (wrapped(tokens[own][part], targets[own][part]) / 2).backward()

@@ -204,3 +204,12 @@ def test_the_speedrun_model_is_the_tracks() -> None:
     assert isinstance(model, GPTSpeedrun)
     wanted = torch.stack([speedrun_reference(model, line) for line in tokens])
     torch.testing.assert_close(model(tokens).double(), wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_more_tokens_than_the_model_takes_are_refused(kind) -> None:
+    model = build_model(SPECS[kind])
+    model.init_weights(0)
+    too_long = torch.zeros(1, SPECS[kind].sequence + 1, dtype=torch.long)
+    with pytest.raises(ValueError, match="in a row: the model takes"):
+        model(too_long)

@@ -90,8 +90,9 @@ def test_grouped_is_looped(device: str, counts: list[int]) -> None:
     assert (results[0][2][empty] == 0).all()
 
 
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1000.0])
 def test_weights_sum_to_one_over_distinct_experts(scale: float) -> None:
+    """At the largest scale some tokens have no score that float32 tells from 0."""
     layer = mixture()
     weights, experts = layer.route(scale * torch.randn(200, SPEC.width))
     torch.testing.assert_close(weights.sum(-1), torch.ones(200))

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from angular_lab.models.layers import (
     Block,
+    Rotation,
     head_size,
     qkv_rows,
     rotary_frequencies,
@@ -29,6 +30,9 @@ class LanguageModel(nn.Module):
     Construction allocates, on the meta device too; `init_weights` gives the values.
     """
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(
         self, spec: ModelSpec, layers: Iterable[Block], *, head_bias: bool = False
     ) -> None:
@@ -38,6 +42,10 @@ class LanguageModel(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.norm = nn.RMSNorm(spec.width, eps=spec.norm_eps)
         self.lm_head = nn.Linear(spec.width, spec.vocabulary, bias=head_bias)
+        # A table, not an expression: a compiler would compute its powers and cosines anew in every
+        # layer (a fifth of a step of the 124M model on an H200).
+        for name, table in zip(("cos", "sin"), self._rotation(), strict=True):
+            self.register_buffer(name, table, persistent=False)
         self._tie()
 
     def _tie(self) -> None:
@@ -51,9 +59,15 @@ class LanguageModel(nn.Module):
         """How fast each pair of a head's dimensions turns with the position."""
         return rotary_frequencies(head_size(self.spec), self.spec.rope_base, device)
 
+    def _rotation(self) -> Rotation:
+        return rotation_of(self.spec.sequence, self.frequencies(self.embedding.weight.device))
+
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        length = tokens.shape[1]
+        if length > self.spec.sequence:
+            raise ValueError(f"{length} tokens in a row: the model takes {self.spec.sequence}")
         x = self.embed(tokens)
-        rotation = rotation_of(tokens.shape[1], self.frequencies(x.device))
+        rotation = (self.cos[:length], self.sin[:length])
         for layer in self.layers:
             x = layer(x, rotation)
         logits = self.lm_head(self.norm(x))
@@ -117,6 +131,8 @@ class LanguageModel(nn.Module):
                 p.copy_(values.normal_(0.0, self.initial_std(name), generator=generator))
         for buffer in self.buffers():
             buffer.zero_()
+        for table, values in zip((self.cos, self.sin), self._rotation(), strict=True):
+            table.copy_(values)
 
     def initial_std(self, name: str) -> float:
         """init_std, and less for what is added to the residual stream, twice per layer."""

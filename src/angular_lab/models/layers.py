@@ -20,7 +20,7 @@ def rotary_frequencies(size: int, base: float, device: torch.device) -> Tensor:
 
 
 def rotation_of(length: int, frequencies: Tensor) -> Rotation:
-    """Computed where it is used: a table in a buffer would not survive the meta device."""
+    """The table for positions 0 .. length - 1."""
     positions = torch.arange(length, dtype=torch.float32, device=frequencies.device)
     angles = positions[:, None] * frequencies
     return angles.cos(), angles.sin()

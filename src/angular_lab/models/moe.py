@@ -14,8 +14,6 @@ from angular_lab.models.base import LanguageModel
 from angular_lab.models.layers import Attention, Block, SwiGLU, mlp_width
 from angular_lab.spec import ModelSpec
 
-TINY = 1e-20  # against 0/0 where all chosen scores vanish; DeepSeek-V3's published code
-
 
 class _Permute(torch.autograd.Function):
     """x[order] for a permutation. Its backward pass gathers too; the one that torch derives adds
@@ -94,10 +92,10 @@ class Mixture(nn.Module):
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(tokens, width) to weights and experts, both (tokens, experts per token)."""
         with torch.autocast(x.device.type, enabled=False):  # bfloat16 would decide many a tie
-            scores = self.router(x.float()).sigmoid()
-        experts = (scores + self.expert_bias).topk(self.chosen, dim=-1).indices
-        weights = scores.gather(-1, experts)
-        return weights / (weights.sum(-1, keepdim=True) + TINY), experts
+            logits = self.router(x.float())
+        experts = (logits.sigmoid() + self.expert_bias).topk(self.chosen, dim=-1).indices
+        # s over the sum of s, by way of log s: no 0/0 for a token that all experts dislike.
+        return F.logsigmoid(logits).gather(-1, experts).softmax(-1), experts
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)

@@ -1,0 +1,62 @@
+"""What only a GPU can show; run with `pytest -m gpu` on a machine that has one."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from angular_lab.health import LossOnHost
+from angular_lab.recipes import recipe
+from angular_lab.runs import train
+from angular_muown import AngularMuown
+from tests.angular_muown.family import FAMILY, noise, parameter
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("optimizer", FAMILY)
+@pytest.mark.parametrize("shape", [(64, 192), (192, 64), (128, 128)])
+@pytest.mark.parametrize("orthogonalize", ["polar_express", "newton_schulz", "gram"])
+def test_bf16_iterations_stay_near_the_float64_step(optimizer, shape, orthogonalize) -> None:
+    """The relative error of W's change over ten steps, against the CPU in float64."""
+    moved = []
+    for device, dtype in (("cpu", torch.float64), ("cuda", torch.float32)):
+        p = nn.Parameter(parameter(*shape).detach().to(device, dtype))
+        start = p.detach().clone()
+        opt = optimizer([p], lr=0.01, orthogonalize=orthogonalize)
+        for t in range(10):
+            p.grad = noise(*shape, seed=t).to(device, dtype)
+            opt.step()
+        moved.append((p.detach() - start).double().cpu())
+    assert (moved[1] - moved[0]).norm() < 2e-2 * moved[0].norm()
+
+
+def test_float64_on_the_gpu_is_float64_on_the_cpu() -> None:
+    ends = []
+    for device in ("cpu", "cuda"):
+        p = nn.Parameter(parameter(24, 40).detach().to(device))
+        opt = AngularMuown([p], lr=0.02)
+        for t in range(20):
+            p.grad = noise(24, 40, seed=t).to(device)
+            opt.step()
+        ends.append(p.detach().cpu())
+    torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-12)
+
+
+def test_the_loss_reaches_the_host() -> None:
+    loss = torch.tensor(2.5, device="cuda")
+    assert LossOnHost(loss).value() == 2.5
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_same_run_twice_is_the_same_to_the_bit(tmp_path, compiled) -> None:
+    base = recipe("nano")
+    spec = replace(base, steps=20, eval_every=10, precision="bf16", compile=compiled, save_every=10)
+    for name in ("a", "b"):
+        train(spec, tmp_path / name)
+    a, b = ((tmp_path / name / "metrics.jsonl").read_text() for name in ("a", "b"))
+    assert a == b
