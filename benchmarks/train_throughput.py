@@ -2,9 +2,9 @@
 
     python benchmarks/train_throughput.py --runs s:32 s:64 dense-124m:32 --json results/x.json
 
-A run is RECIPE:SEQUENCES; a step is one forward and backward pass over so many sequences of random
-tokens (random data is as expensive as text), gradient clipping and one optimizer step. Medians over
-`--steps` steps after `--warmup`, which holds compilation.
+A run is RECIPE:SEQUENCES or RECIPE:SEQUENCESxK; a step is K forward and backward passes over so
+many sequences of random tokens (as expensive as text), gradient clipping and one optimizer step.
+Medians over `--steps` steps after `--warmup`, which holds compilation.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def clock(work: Callable[[], None], steps: int, device: torch.device) -> list[fl
 
 
 def measure(
-    name: str, sequences: int, optimizer: str, arguments: argparse.Namespace
+    name: str, sequences: int, passes: int, optimizer: str, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     spec = recipe(name)
     spec = replace(spec, deterministic=arguments.deterministic, compile=not arguments.eager)
@@ -62,9 +62,10 @@ def measure(
     tokens = torch.randint(0, spec.model.vocabulary, shape, device=device)
 
     def gradients() -> None:
-        with autocast:
-            loss = parallel(tokens, tokens)
-        loss.backward()
+        for _ in range(passes):
+            with autocast:
+                loss = parallel(tokens, tokens) / passes
+            loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
     def step() -> None:
@@ -81,12 +82,14 @@ def measure(
     clock(step, arguments.warmup, device)
     full = median(clock(step, arguments.steps, device))
     plain = median(clock(gradients, arguments.steps, device))
-    rate = sequences * spec.model.sequence / full
+    tokens_per_step = passes * sequences * spec.model.sequence
+    rate = tokens_per_step / full
     peak = peak_flops(device)
     return {
         "recipe": name,
         "optimizer": optimizer,
-        "tokens_per_step": sequences * spec.model.sequence,
+        "tokens_per_step": tokens_per_step,
+        "passes_per_step": passes,
         "tokens_per_second": rate,
         "mfu": rate * model.flops_per_token() / peak if peak else None,
         "step_ms": full * 1e3,
@@ -113,9 +116,10 @@ def main() -> None:
     print(f"{machine}, torch {torch.__version__}, deterministic {arguments.deterministic}")
     print("recipe       optimizer      tokens/step   tokens/s    MFU   step ms  optimizer  first s")
     for run in arguments.runs:
-        name, _, sequences = run.partition(":")
+        name, _, size = run.partition(":")
+        sequences, _, passes = size.partition("x")
         for optimizer in arguments.optimizers:
-            r = measure(name, int(sequences), optimizer, arguments)
+            r = measure(name, int(sequences), int(passes or 1), optimizer, arguments)
             results.append(r)
             mfu = f"{r['mfu']:6.1%}" if r["mfu"] else "     -"
             cells = (

@@ -1,0 +1,183 @@
+"""Step time, state and peak memory of the family, torch.optim.Muon and AdamW.
+
+    python benchmarks/step_time.py --shapes gpt124 llama1b moe1.1b --json results/step_time.json
+
+Hidden matrices of three models, float32, random gradients. Medians over `--steps` steps after
+`--warmup`; on a GPU by events, with the time the host needs to issue a step beside it. Without a
+GPU the default is gpt124 at a quarter of its size.
+"""
+
+import argparse
+import gc
+import json
+import platform
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+import angular_muown as library
+
+Shape = tuple[int, ...]
+FAMILY = ("AngularMuown", "Muown", "NorMuown", "Muon", "NorMuon")
+BASELINES = ("torch.optim.Muon", "torch.optim.AdamW")
+
+
+def gpt124(layers: int = 12) -> list[Shape]:
+    return [*[(768, 768)] * 4 * layers, *[(2048, 768)] * 2 * layers, *[(768, 2048)] * layers]
+
+
+def llama1b(layers: int = 16) -> list[Shape]:
+    layer = [(2048, 2048)] * 2 + [(512, 2048)] * 2 + [(8192, 2048)] * 2 + [(2048, 8192)]
+    return layer * layers
+
+
+def moe(layers: int = 14) -> list[Shape]:
+    attention = [(1024, 1024)] * 2 + [(256, 1024)] * 2
+    experts: list[Shape] = [(33, 704, 1024)] * 2 + [(33, 1024, 704)]
+    return attention * layers + experts * (layers - 1)
+
+
+SHAPES: dict[str, Callable[..., list[Shape]]] = {
+    "gpt124": gpt124,
+    "llama1b": llama1b,
+    "moe1.1b": moe,
+}
+
+
+def divided(shapes: list[Shape], by: int) -> list[Shape]:
+    """Rows and columns divided; the number of experts stays."""
+    return [(*shape[:-2], shape[-2] // by, shape[-1] // by) for shape in shapes]
+
+
+def make(name: str, params: list[nn.Parameter]) -> torch.optim.Optimizer | None:
+    stacks = [p for p in params if p.ndim > 2]
+    if name == "torch.optim.AdamW":
+        return torch.optim.AdamW(params, fused=params[0].is_cuda)
+    if name == "torch.optim.Muon":
+        return None if stacks else torch.optim.Muon(params)
+    groups: list[dict[str, Any]] = [{"params": [p for p in params if p.ndim == 2]}]
+    if stacks:
+        groups.append({"params": stacks, "view": "stack"})
+    return getattr(library, name)(groups)
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    tensors = [v for state in optimizer.state.values() for v in state.values()]
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+
+
+def time_steps(step: Callable[[], Any], steps: int, cuda: bool) -> tuple[float, float]:
+    """Milliseconds per step, and of the host until the step is issued."""
+    host: list[float] = []
+    device: list[float] = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        if cuda:
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            events[0].record()
+            step()
+            events[1].record()
+            host.append(time.perf_counter() - start)
+            torch.cuda.synchronize()
+            device += [a.elapsed_time(b) for a, b in pairwise(events)]
+        else:
+            step()
+            host.append(time.perf_counter() - start)
+    issued = 1e3 * median(host)
+    return (median(device), issued) if cuda else (issued, issued)
+
+
+def measure(name: str, shapes: list[Shape], arguments: argparse.Namespace) -> dict[str, Any]:
+    device, cuda = arguments.device, arguments.device == "cuda"
+    params = [nn.Parameter(torch.randn(shape, device=device) * 0.02) for shape in shapes]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    optimizer = make(name, params)
+    if optimizer is None:
+        return {"optimizer": name, "note": "no 3D"}
+    start = time.perf_counter()
+    optimizer.step()
+    if cuda:
+        torch.cuda.synchronize()
+    first = time.perf_counter() - start
+    for _ in range(arguments.warmup):
+        optimizer.step()
+    state = state_bytes(optimizer)
+    extra = None
+    if cuda:
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        optimizer.step()
+        extra = torch.cuda.max_memory_allocated() - held
+    milliseconds, host = time_steps(optimizer.step, arguments.steps, cuda)
+    return {
+        "optimizer": name,
+        "ms": milliseconds,
+        "host_ms": host,
+        "first_step_s": first,
+        "state_mib": state / 2**20,
+        "extra_mib": None if extra is None else extra / 2**20,
+        "parameters_mib": sum(p.numel() for p in params) * 4 / 2**20,
+    }
+
+
+def line(result: dict[str, Any], reference: float) -> str:
+    if "note" in result:
+        return f"{result['optimizer']:18} {result['note']:>9}"
+    extra = "-" if result["extra_mib"] is None else f"{result['extra_mib']:,.0f}"
+    return (
+        f"{result['optimizer']:18} {result['ms']:9.2f} {result['ms'] / reference:7.2f} "
+        f"{result['host_ms']:9.2f} {result['first_step_s']:8.2f} "
+        f"{result['state_mib']:10,.0f} {extra:>10}"
+    )
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    cuda = torch.cuda.is_available()
+    parser.add_argument(
+        "--shapes", nargs="+", choices=SHAPES, default=list(SHAPES) if cuda else ["gpt124"]
+    )
+    parser.add_argument("--divide", type=int, default=1 if cuda else 4)
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--device", default="cuda" if cuda else "cpu")
+    parser.add_argument("--optimizers", nargs="+", default=[*FAMILY, *BASELINES])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse()
+    cuda = arguments.device == "cuda"
+    machine = torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine()
+    settings = {k: v for k, v in vars(arguments).items() if k != "json"}
+    content: dict[str, Any] = {"machine": machine, "torch": torch.__version__, "settings": settings}
+    print(f"{machine}, torch {torch.__version__}, dimensions divided by {arguments.divide}")
+    for name in arguments.shapes:
+        layers = {} if arguments.layers is None else {"layers": arguments.layers}
+        shapes = divided(SHAPES[name](**layers), arguments.divide)
+        print(f"\n{name}: {len(shapes)} parameters")
+        print("optimizer                 ms   ratio   host ms  first s  state MiB  extra MiB")
+        results = content[name] = []
+        for optimizer in arguments.optimizers:
+            results.append(measure(optimizer, shapes, arguments))
+            print(line(results[-1], results[0]["ms"]), flush=True)
+            gc.collect()
+            if cuda:
+                torch.cuda.empty_cache()
+            if arguments.json:
+                arguments.json.parent.mkdir(parents=True, exist_ok=True)
+                arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
