@@ -13,8 +13,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
+# One thread each: these matrices are too small for more, and waiting threads spin.
+demo test: export OMP_NUM_THREADS ?= 1
+
 demo: $(VENV)/.installed
-	$(BIN)/python examples/train_text.py --out demo
+	$(BIN)/angular-lab demo --out demo
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2

@@ -33,13 +33,18 @@ def gpt124(layers: int = 12) -> list[Shape]:
 
 
 def llama1b(layers: int = 16) -> list[Shape]:
-    layer = [(2048, 2048)] * 2 + [(512, 2048)] * 2 + [(8192, 2048)] * 2 + [(2048, 8192)]
+    layer: list[Shape] = [
+        *[(2048, 2048)] * 2,
+        *[(512, 2048)] * 2,
+        *[(8192, 2048)] * 2,
+        (2048, 8192),
+    ]
     return layer * layers
 
 
 def moe(layers: int = 14) -> list[Shape]:
-    attention = [(1024, 1024)] * 2 + [(256, 1024)] * 2
-    experts: list[Shape] = [(33, 704, 1024)] * 2 + [(33, 1024, 704)]
+    attention: list[Shape] = [*[(1024, 1024)] * 2, *[(256, 1024)] * 2]
+    experts: list[Shape] = [*[(33, 704, 1024)] * 2, (33, 1024, 704)]
     return attention * layers + experts * (layers - 1)
 
 

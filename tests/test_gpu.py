@@ -52,6 +52,8 @@ def test_the_loss_reaches_the_host() -> None:
     assert LossOnHost(loss).value() == 2.5
 
 
+# torch's compiler imports deprecated parts of torch
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_same_run_twice_is_the_same_to_the_bit(tmp_path, compiled) -> None:
     base = recipe("nano")

@@ -183,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except NotFinite as error:
         print(f"error: {error}", file=sys.stderr)
         return NOT_FINITE
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
     finally:

@@ -41,11 +41,11 @@ def _tokenizer(arguments: argparse.Namespace) -> Tokenizer:
     kind, _, size = arguments.tokenizer.partition(":")
     if kind != "train":
         return load_tokenizer(arguments.tokenizer)
-    saved = arguments.out / SAVED
+    if not size.isdigit():
+        raise ValueError(f"--tokenizer {arguments.tokenizer}: write train:16384")
+    vocabulary, saved = int(size), arguments.out / SAVED
     if saved.exists():
-        return load_tokenizer(str(saved))
-    try:
-        vocabulary = int(size)
-    except ValueError:
-        raise ValueError(f"--tokenizer {arguments.tokenizer}: write train:16384") from None
+        before = load_tokenizer(str(saved))
+        if before.vocabulary == vocabulary:
+            return before
     return train_tokenizer(islice(_texts(arguments), TRAINING_DOCUMENTS), vocabulary)

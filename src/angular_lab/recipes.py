@@ -76,6 +76,7 @@ def moe() -> Spec:
         model=ModelSpec(
             kind="moe", sequence=4096, layers=14, width=1024, heads=16, kv_heads=4, mlp=5632,
             experts=32, experts_per_token=6, expert_mlp=704, shared_mlp=1408, dense_layers=1,
+            tied=False,
         ),
         optim=OptimSpec(lr=2e-3, scale="rms"),
     )  # fmt: skip
@@ -88,7 +89,14 @@ def speedrun() -> Spec:
         steps=3075,
         micro_batch=32,
         model=ModelSpec(
-            kind="gpt_speedrun", vocabulary=50_304, heads=6, mlp=3072, tied=False, soft_cap=15.0
+            kind="gpt_speedrun",
+            vocabulary=50_304,
+            heads=6,
+            mlp=3072,
+            tied=False,
+            soft_cap=15.0,
+            rope_base=1024.0,
+            init_std=0.0207,
         ),
         optim=OptimSpec(lr=0.031, decay_scale=1.05e-3),
     )

@@ -110,8 +110,9 @@ class Engine(torch.optim.Optimizer):
         active = [self._with_gradient(i) for i in range(len(self.param_groups))]
         rehearsal = not self.state and self._moves_nothing(active)
         for group, params in zip(self.param_groups, active, strict=True):
+            rows = self.recipe(group).rows if group["algorithm"] == "matrix" else ()
             for p in params:
-                self._init_state(p, group)
+                self._init_state(p, group, rows)
             if rehearsal or not params:
                 continue
             if group["algorithm"] == "adamw":
@@ -144,7 +145,7 @@ class Engine(torch.optim.Optimizer):
         for leaf in leaves:
             leaf.close()
 
-    def _init_state(self, p: Tensor, group: dict[str, Any]) -> None:
+    def _init_state(self, p: Tensor, group: dict[str, Any], rows: tuple[str, ...]) -> None:
         state = self.state[p]
         if group["algorithm"] == "adamw":
             adamw.init_state(p, group, state)
@@ -155,7 +156,7 @@ class Engine(torch.optim.Optimizer):
             state["step"] = torch.zeros((), dtype=torch.float32)
             dtype = getattr(torch, group["state_dtype"]) if group["state_dtype"] else compute
             state["momentum_buffer"] = zeros_like(p, dtype)
-        for name in self.recipe(group).rows:
+        for name in rows:
             if name not in state:
                 shape = Layout.of(group).row_shape(p)
                 state[name] = torch.zeros(shape, dtype=compute, device=p.device)

@@ -54,7 +54,7 @@ class Layout:
             t = t.reshape(t.shape[0], -1)
         if self.transposed:
             t = t.mT
-        return t.reshape(-1, *t.shape[-2:])
+        return t.unsqueeze(0) if t.ndim == 2 else t.flatten(0, -3)
 
     def cut(self, t: Tensor) -> list[Tensor]:
         """The matrices of a parameter, gradient or momentum: views of (count, m_i, n_i)."""
@@ -62,11 +62,12 @@ class Layout:
 
     def cut_rows(self, t: Tensor) -> list[Tensor]:
         """The same cut of a row vector, which has one column per column block."""
-        m, parts = t.shape[-2:]
-        return self._cut(t.reshape(-1, m, parts), parts)
+        return self._cut(t.unsqueeze(0) if t.ndim == 2 else t.flatten(0, -3), t.shape[-1])
 
     def _cut(self, X: Tensor, column_blocks: Cut) -> list[Tensor]:
         count, m, n = X.shape
+        if self.blocks == 1 and column_blocks == 1:  # nearly every parameter: spare the host
+            return [X]
         rows, columns = block_sizes(m, self.blocks), block_sizes(n, column_blocks)
         # Equal blocks of rows are one piece with more matrices, as long as that is a view; it is
         # none for a stack whose matrices lie transposed.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the import: nothing is fetched
 
+from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from angular_lab.export import export, from_qwen2, to_llama, to_qwen2
@@ -66,6 +67,8 @@ def test_the_folder_loads(config, architecture, convert, spec: ModelSpec, tmp_pa
     assert_same_logits(model, theirs)
     written = json.loads((tmp_path / "new" / "folder" / "config.json").read_text())
     assert written["architectures"] == [architecture.__name__]
+    with safe_open(tmp_path / "new" / "folder" / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
 
 
 @pytest.mark.parametrize("spec", [spec for *_, kind, spec in CASES if kind is to_qwen2])

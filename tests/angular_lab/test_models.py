@@ -87,7 +87,7 @@ def test_positions_are_relative(kind: str) -> None:
     frequencies = build_model(SPECS[kind]).frequencies(torch.device("cpu")).double()
     rotation = rotation_of(20, frequencies)
     q, k = (torch.randn(len(frequencies) * 2, dtype=torch.float64) for _ in "qk")
-    Q, K = (rotate(x.expand(20, -1), rotation) for x in (q, k))
+    Q, K = (rotate(x.expand(20, 1, -1), rotation).squeeze(1) for x in (q, k))
     scores = Q @ K.T
     torch.testing.assert_close(scores[5:, 5:], scores[:-5, :-5])
     torch.testing.assert_close(Q.norm(dim=-1), q.norm().expand(20))
@@ -101,6 +101,12 @@ def test_the_loss_is_the_cross_entropy_of_the_logits(kind: str) -> None:
     assert logits.shape == (*tokens.shape, VOCABULARY)
     wanted = F.cross_entropy(logits.double().flatten(0, 1), targets.flatten())
     torch.testing.assert_close(model(tokens, targets), wanted.float())
+
+
+def test_the_softmax_of_a_bfloat16_model_is_float32() -> None:
+    model, (tokens, targets) = scrambled(SPECS["dense"]).to(torch.bfloat16), text()
+    wanted = F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
+    assert torch.equal(model(tokens, targets), wanted)
 
 
 def test_the_cap_bounds_the_logits_and_keeps_small_ones() -> None:

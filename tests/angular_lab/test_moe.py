@@ -100,6 +100,14 @@ def test_weights_sum_to_one_over_distinct_experts(scale: float) -> None:
     assert all(len(set(row)) == SPEC.experts_per_token for row in experts.tolist())
 
 
+def test_autocast_does_not_reach_the_router() -> None:
+    """Rounded to bfloat16, close scores would change places."""
+    layer, x = mixture(), torch.randn(200, SPEC.width)
+    with torch.autocast("cpu", torch.bfloat16):
+        under_autocast = layer.route(x)
+    assert all(torch.equal(a, b) for a, b in zip(under_autocast, layer.route(x), strict=True))
+
+
 def test_the_bias_chooses_but_does_not_weigh() -> None:
     layer, x = mixture(), torch.randn(50, SPEC.width)
     plain = layer(x)

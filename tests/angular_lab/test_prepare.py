@@ -219,6 +219,7 @@ from tests.angular_lab.test_prepare import SOME, make
 def slow():
     for text in SOME:
         time.sleep(0.02)
+        print("document", file=sys.stderr)
         yield text
 
 if __name__ == "__main__":
@@ -250,7 +251,8 @@ def wait_for(what, seconds: float = 30) -> None:
 def test_a_killed_pool_leaves_no_process_and_can_go_on(tmp_path, shards) -> None:
     script, out = tmp_path / "slow.py", tmp_path / "out"
     script.write_text(SLOW)
-    process = subprocess.Popen([sys.executable, str(script), str(out)], env=ENVIRONMENT)
+    command = [sys.executable, str(script), str(out)]
+    process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
     wait_for(lambda: (out / JOURNAL).exists() and len(list(out.glob("*.bin"))) >= shards)
     if shards:
         wait_for(lambda: len(children(process.pid)) >= 2)
@@ -321,6 +323,16 @@ def test_other_documents_are_refused(tmp_path, changed, monkeypatch) -> None:
     make(SOME, tmp_path)
 
 
+def test_going_on_removes_shards_that_the_journal_does_not_know(tmp_path, monkeypatch) -> None:
+    """Such as those of documents that are no longer there."""
+    monkeypatch.setattr(prepare_workers, "CHUNK_DOCUMENTS", 5)
+    halted(tmp_path / "halted")
+    (tmp_path / "halted" / "train_00099.bin").touch()
+    make(SOME, tmp_path / "halted")
+    make(SOME, tmp_path / "whole")
+    assert contents(tmp_path / "halted") == contents(tmp_path / "whole")
+
+
 def test_going_on_encodes_only_what_is_left(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(prepare_workers, "CHUNK_DOCUMENTS", 5)
     halted(tmp_path)
@@ -343,6 +355,7 @@ def test_two_at_once_do_the_work_once(tmp_path) -> None:
     both = [subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE) for _ in range(2)]
     said = [process.communicate()[1].decode() for process in both]
     assert [process.returncode for process in both] == [0, 0], said
+    assert sorted(text.count("document") for text in said) == [0, len(SOME)]
     make(SOME, tmp_path / "whole")
     assert contents(out) == contents(tmp_path / "whole")
 

@@ -46,6 +46,9 @@ class LanguageModel(nn.Module):
         # layer (a fifth of a step of the 124M model on an H200).
         for name, table in zip(("cos", "sin"), self._rotation(), strict=True):
             self.register_buffer(name, table, persistent=False)
+        # The name under which DDP looks for what to leave alone. Before each pass it would send all
+        # buffers from rank 0: the tables in vain, and over what the other ranks have counted.
+        self._ddp_params_and_buffers_to_ignore = [name for name, _ in self.named_buffers()]
         self._tie()
 
     def _tie(self) -> None:

@@ -27,8 +27,8 @@ def rotation_of(length: int, frequencies: Tensor) -> Rotation:
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Turn (..., time, size): the halves of the last dimension are real and imaginary parts."""
-    cos, sin = rotation
+    """Turn (..., time, heads, size): the halves of a head are real and imaginary parts."""
+    cos, sin = (table.unsqueeze(-2) for table in rotation)
     real, imaginary = x.chunk(2, dim=-1)
     turned = (real * cos - imaginary * sin, imaginary * cos + real * sin)
     return torch.cat(turned, dim=-1).to(x.dtype)
@@ -82,19 +82,19 @@ class Attention(nn.Module):
         self.out = nn.Linear(spec.width, spec.width, bias=out_bias)
 
     def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
-        q, k, v = (
-            part.unflatten(-1, (-1, self.size)).transpose(1, 2)
-            for part in self.qkv(x).split(self.rows, dim=-1)
-        )
+        # (batch, time, heads, size) as long as possible: that is how the fused weight writes them
+        # and reads their gradients, so nothing has to be laid out anew.
+        q, k, v = (part.unflatten(-1, (-1, self.size)) for part in self.qkv(x).split(self.rows, -1))
         if self.eps is not None:
             q, k = (F.rms_norm(part, (self.size,), eps=self.eps) for part in (q, k))
+        q, k = (rotate(part, rotation).to(v.dtype) for part in (q, k))
         y = F.scaled_dot_product_attention(
-            rotate(q, rotation).to(v.dtype),
-            rotate(k, rotation).to(v.dtype),
-            v,
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
             is_causal=True,
             scale=self.scale,
-            enable_gqa=q.shape[1] != k.shape[1],
+            enable_gqa=q.shape[2] != k.shape[2],
         )
         return self.out(y.transpose(1, 2).flatten(-2))
 

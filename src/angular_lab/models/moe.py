@@ -135,10 +135,6 @@ class MoE(LanguageModel):
     def __init__(self, spec: ModelSpec) -> None:
         _check(spec)
         super().__init__(spec, (_block(spec, index) for index in range(spec.layers)))
-        # DDP would put rank 0's counts in place of the others' before each pass. This is the name
-        # under which it looks for what to leave alone.
-        own = [name for name, _ in self.named_buffers() if name.endswith(".load")]
-        self._ddp_params_and_buffers_to_ignore = own
 
     def mixtures(self) -> list[Mixture]:
         return [module for module in self.modules() if isinstance(module, Mixture)]
