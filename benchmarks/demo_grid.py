@@ -14,11 +14,13 @@ from angular_lab.demo import demo_spec
 from angular_lab.report import summary
 from angular_lab.runs import train
 
+# lr x aux_lr; AdamW trains everything at one rate
+AUX = (2e-3, 4e-3, 8e-3)
 GRIDS = {
-    "adamw": (2e-3, 4e-3, 8e-3, 16e-3, 32e-3),
-    "muon": (0.01, 0.02, 0.04, 0.08),
-    "muown": (5e-3, 0.01, 0.02, 0.04),
-    "angular_muown": (0.01, 0.02, 0.04, 0.08),
+    "adamw": [(lr, lr) for lr in (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)],
+    "muon": [(lr, aux) for lr in (0.01, 0.02, 0.04) for aux in AUX],
+    "muown": [(lr, aux) for lr in (0.01, 0.02, 0.04) for aux in AUX],
+    "angular_muown": [(lr, aux) for lr in (0.02, 0.04, 0.08) for aux in AUX],
 }
 DECAY = {"adamw": 0.1, "muon": 0.1}  # as in the paper; the others have none
 
@@ -31,11 +33,11 @@ def main() -> None:
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for name, grid in GRIDS.items():
-            for lr in grid:
-                spec = demo_spec(name, lr, DECAY.get(name, 0.0), arguments.steps)
-                row = summary(train(spec, Path(folder) / f"{name}-{lr}"))
-                results.append({"optimizer": name, "lr": lr, "val_loss": row["validation loss"]})
-                print(f"{name:14} {lr:7g} {row['validation loss']:.4f}", flush=True)
+            for lr, aux in grid:
+                spec = demo_spec(name, lr, aux, DECAY.get(name, 0.0), arguments.steps)
+                loss = summary(train(spec, Path(folder) / f"{name}-{lr}-{aux}"))["validation loss"]
+                results.append({"optimizer": name, "lr": lr, "aux_lr": aux, "val_loss": loss})
+                print(f"{name:14} {lr:7g} {aux:7g} {loss:.4f}", flush=True)
                 content = {"torch": torch.__version__, "results": results}
                 arguments.out.write_text(json.dumps(content, indent=1) + "\n")
 

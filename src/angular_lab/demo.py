@@ -15,27 +15,27 @@ from angular_lab.runs import data_folder, train
 from angular_lab.sample import generate, load_run, tokenizer_of
 from angular_lab.spec import Spec
 
-# name, lr, weight decay: the best of a grid for this model and length, see results/demo_grid.md
+# name, lr, aux_lr, weight decay: each at the best of its grid, results/demo_grid.json
 RUNS = (
-    ("adamw", 8e-3, 0.1),
-    ("muon", 0.04, 0.1),
-    ("muown", 0.02, 0.0),
-    ("angular_muown", 0.06, 0.0),
+    ("adamw", 2e-3, 2e-3, 0.1),
+    ("muon", 0.02, 8e-3, 0.1),
+    ("muown", 0.02, 8e-3, 0.0),
+    ("angular_muown", 0.04, 8e-3, 0.0),
 )
 PROMPT = "def "
 
 
-def demo_spec(name: str, lr: float, weight_decay: float, steps: int = 0) -> Spec:
+def demo_spec(name: str, lr: float, aux_lr: float, weight_decay: float, steps: int = 0) -> Spec:
     base = recipe("nano")
-    optim = replace(base.optim, name=name, lr=lr, weight_decay=weight_decay, aux_lr=8e-3)
+    optim = replace(base.optim, name=name, lr=lr, aux_lr=aux_lr, weight_decay=weight_decay)
     return replace(base, optim=optim, steps=steps or base.steps)
 
 
 def run_demo(out: Path, steps: int = 0) -> Path:
     folders = []
-    for name, lr, weight_decay in RUNS:
+    for name, lr, aux_lr, weight_decay in RUNS:
         print(f"\n{name}, lr {lr:g}", file=sys.stderr)
-        spec = demo_spec(name, lr, weight_decay, steps)
+        spec = demo_spec(name, lr, aux_lr, weight_decay, steps)
         folders.append(train(spec, out / "runs" / f"{name}-{spec.steps}", resume=True).path)
     data = data_folder(spec, Ranks(0, 1, torch.device("cpu")))
     tokenizer = tokenizer_of(data)
