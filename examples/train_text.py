@@ -75,7 +75,7 @@ def make_optimizer(run: Run, model: nn.Module, args: Namespace) -> torch.optim.O
 
 def train(run: Run, model: nn.Module, texts: tuple[Tensor, Tensor], args: Namespace) -> None:
     (training, held_out), steps = texts, args.steps
-    warmup, cooldown = round(WARMUP * args.steps), round(COOLDOWN * args.steps)
+    warmup, cooldown = round(WARMUP * steps), round(COOLDOWN * steps)
     optimizer = make_optimizer(run, model, args)
     factor = partial(wsd, total_steps=steps, warmup_steps=warmup, decay_steps=cooldown)
     scheduler = LambdaLR(optimizer, factor)
@@ -132,8 +132,7 @@ class Block(nn.Module):
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Rotary positions for (batch, time, 2, heads, size): neighbours in the last dimension are
-    complex numbers that turn with time, each at its own speed."""
+    """Rotary positions: pairs along the last dimension turn with time, each at its own speed."""
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
     speed = 10_000.0 ** -torch.linspace(0, 1, pairs.shape[-1])
     turn = torch.outer(torch.arange(x.shape[1]), speed)
@@ -229,7 +228,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=min(4, torch.get_num_threads()))
     parser.add_argument("--optimizers", nargs="+", choices=RATES, default=list(RATES))
-    parser.add_argument("--aux-lr", type=float, help="of all else; each optimizer has its own")
+    parser.add_argument("--aux-lr", type=float, help="instead of each optimizer's own")
     for name, (lr, _) in RATES.items():
         parser.add_argument(f"--lr-{name.lower()}", dest=name, type=float, default=lr)
     args = parser.parse_args()
@@ -237,8 +236,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
     model, texts = ByteTransformer(), read_texts()
-    rates = {name: (vars(args)[name], args.aux_lr or RATES[name][1]) for name in args.optimizers}
-    runs = [Run(name, *rates[name]) for name in args.optimizers]
+    runs = [Run(name, vars(args)[name], args.aux_lr or RATES[name][1]) for name in args.optimizers]
     for run in runs:
         train(run, deepcopy(model), texts, args)
     plateau = args.steps - round(COOLDOWN * args.steps)
