@@ -15,12 +15,14 @@ from angular_lab.runs import data_folder, train
 from angular_lab.sample import generate, load_run, tokenizer_of
 from angular_lab.spec import Spec
 
-# name, lr, aux_lr, weight decay: each at the best of its grid, results/demo_grid.json
+# name, lr, aux_lr, weight decay: each at the best of its grid, results/demo_grid.json (AdamW at the
+# lower of two equal rates: the higher one failed once). 300 steps are few for kappa, and one seed
+# is no evidence: no ranking follows from this.
 RUNS = (
     ("adamw", 2e-3, 2e-3, 0.1),
-    ("muon", 0.02, 8e-3, 0.1),
+    ("muon", 0.01, 4e-3, 0.1),
     ("muown", 0.02, 8e-3, 0.0),
-    ("angular_muown", 0.04, 8e-3, 0.0),
+    ("angular_muown", 0.04, 4e-3, 0.0),
 )
 PROMPT = "def "
 
@@ -45,5 +47,10 @@ def run_demo(out: Path, steps: int = 0) -> Path:
     after = generate(load_run(folders[-1]), tokenizer, PROMPT)
     print("\n" + text_table([summary(RunDir(folder)) for folder in folders]))
     print(f"\nbefore training:\n{before!r}\n\nafter training with {RUNS[-1][0]}:\n{after}")
-    texts = [("A sample before training", before), (f"... and after, by {RUNS[-1][0]}", after)]
+    note = "One seed, 300 steps, a tiny model: this shows the lab at work, not which is best."
+    texts = [
+        ("Read this first", note),
+        ("A sample before training", before),
+        (f"... and after, by {RUNS[-1][0]}", after),
+    ]
     return write_report(folders, out, "Four optimizers on Python's standard library", texts)

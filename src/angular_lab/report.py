@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from angular_lab.plots import Curve, line_plot
+from angular_lab.plots import Curve, Panel, save_png, svg
 from angular_lab.rundir import RunDir
 
 STYLE = """
@@ -21,8 +21,10 @@ th, td { text-align: right; padding: .35rem .6rem; border-bottom: 1px solid var(
 th:first-child, td:first-child { text-align: left; }
 .wide { overflow-x: auto; }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(26rem, 100%), 1fr)); }
+figure { margin: .5rem; }
 svg { width: 100%; height: auto; }
-pre { white-space: pre-wrap; border: 1px solid var(--line); border-radius: .4rem; padding: .7rem; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; padding: .7rem; }
+pre { border: 1px solid var(--line); border-radius: .4rem; }
 """
 
 
@@ -61,16 +63,16 @@ def curves(runs: Sequence[RunDir], key: str) -> list[Curve]:
 def write_report(
     folders: Sequence[Path], out: Path, title: str, texts: Sequence[tuple[str, str]] = ()
 ) -> Path:
-    """index.html in `out`; `texts` are (heading, text) pairs to show at the end."""
+    """index.html and curves.png in `out`; `texts` are (heading, text) pairs to show at the end."""
     runs = [RunDir(folder) for folder in folders]
     if not runs:
         raise ValueError("no runs to report on")
     rows = [summary(run) for run in runs]
-    figures = [
-        line_plot(curves(runs, "val_loss"), "tokens", "validation loss"),
-        line_plot(curves(runs, "angle_mean"), "tokens", "mean angle per step (rad)", log_y=True),
-        line_plot(curves(runs, "row_norm_mean"), "tokens", "mean row norm"),
-        line_plot(curves(runs, "loss"), "tokens", "training loss"),
+    panels = [
+        Panel(curves(runs, "val_loss"), "tokens", "validation loss"),
+        Panel(curves(runs, "angle_mean"), "tokens", "mean angle per step (rad)", log_y=True),
+        Panel(curves(runs, "row_norm_mean"), "tokens", "mean row norm"),
+        Panel(curves(runs, "loss"), "tokens", "training loss"),
     ]
     page = [
         "<!doctype html><html lang=en><meta charset=utf-8>",
@@ -78,11 +80,12 @@ def write_report(
         f"<title>{html.escape(title)}</title><style>{STYLE}</style>",
         f"<h1>{html.escape(title)}</h1>",
         f"<div class=wide>{_table(rows)}</div>",
-        f"<div class=figures>{''.join(f'<figure>{figure}</figure>' for figure in figures)}</div>",
+        f"<div class=figures>{''.join(f'<figure>{svg(panel)}</figure>' for panel in panels)}</div>",
         *(f"<h2>{html.escape(h)}</h2><pre>{html.escape(text)}</pre>" for h, text in texts),
         "</html>",
     ]
     out.mkdir(parents=True, exist_ok=True)
+    save_png(panels[:2], out / "curves.png")
     target = out / "index.html"
     target.write_text("\n".join(page))
     return target

@@ -49,7 +49,7 @@ class Trainer:
 
     def train(self) -> None:
         """Take the remaining steps. The loop is the whole story."""
-        self.monitor.steps = self.step
+        self.monitor.steps = self.step + 1  # so that it measures the steps that are logged
         self.progress.start(self.step)
         with Sigterm() as sigterm, self.prefetch() as batches:
             for tokens, targets in batches:
@@ -96,7 +96,7 @@ class Trainer:
     def measure(self, loss: torch.Tensor) -> dict[str, Any]:
         """The line of this step, {} where nothing is due."""
         metrics: dict[str, Any] = {}
-        measured = self.spec.angle_every and (self.step - 1) % self.spec.angle_every == 0
+        measured = self.spec.angle_every and self.step % self.spec.angle_every == 0
         if measured and (angles := self.monitor.read()):
             metrics |= {key: value for key, value in angles.items() if "/" not in key}
         if self.due(self.spec.eval_every):

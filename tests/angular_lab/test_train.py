@@ -32,7 +32,7 @@ def test_a_line_carries_what_scripts_rely_on(data, tmp_path) -> None:
     parsed = [json.loads(line) for line in lines(tmp_path / "run")]
     assert all({"step", "tokens", "loss", "lr"} <= line.keys() for line in parsed)
     assert [line["step"] for line in parsed if "val_loss" in line] == [4, 8, 12]
-    assert [line["step"] for line in parsed if "angle_mean" in line] == [1, 4, 7, 10]
+    assert [line["step"] for line in parsed if "angle_mean" in line] == [3, 6, 9, 12]
     assert parsed[-1]["tokens"] == 12 * 4 * 32
     last = parsed[-1]
     assert {"val_perplexity", "val_bits_per_byte"} <= last.keys()
