@@ -13,7 +13,6 @@ import json
 import platform
 import time
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,9 +21,10 @@ import torch
 from torch import nn
 
 import angular_muown as library
+from angular_muown.engine import Engine
 
 Shape = tuple[int, ...]
-FAMILY = ("AngularMuown", "Muown", "NorMuown", "Muon", "NorMuon")
+FAMILY = [kind.__name__ for kind in Engine.__subclasses__()]
 BASELINES = ("torch.optim.Muon", "torch.optim.AdamW")
 
 
@@ -77,6 +77,25 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
 
 
+def peak_above(step: Callable[[], Any], cuda: bool) -> int:
+    """Bytes that a step needs beyond what is held before it; of the process on the CPU (Linux)."""
+    if cuda:
+        torch.cuda.synchronize()
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        return torch.cuda.max_memory_allocated() - held
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    held = _status("VmRSS")
+    step()
+    return max(0, _status("VmHWM") - held)
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
 def time_steps(step: Callable[[], Any], steps: int, cuda: bool) -> tuple[float, float]:
     """Milliseconds per step, and of the host until the step is issued."""
     host: list[float] = []
@@ -84,13 +103,13 @@ def time_steps(step: Callable[[], Any], steps: int, cuda: bool) -> tuple[float, 
     for _ in range(steps):
         start = time.perf_counter()
         if cuda:
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            events[0].record()
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            before.record()
             step()
-            events[1].record()
+            after.record()
             host.append(time.perf_counter() - start)
             torch.cuda.synchronize()
-            device += [a.elapsed_time(b) for a, b in pairwise(events)]
+            device.append(before.elapsed_time(after))
         else:
             step()
             host.append(time.perf_counter() - start)
@@ -99,7 +118,7 @@ def time_steps(step: Callable[[], Any], steps: int, cuda: bool) -> tuple[float, 
 
 
 def measure(name: str, shapes: list[Shape], arguments: argparse.Namespace) -> dict[str, Any]:
-    device, cuda = arguments.device, arguments.device == "cuda"
+    device, cuda = arguments.device, arguments.device.startswith("cuda")
     params = [nn.Parameter(torch.randn(shape, device=device) * 0.02) for shape in shapes]
     for p in params:
         p.grad = torch.randn_like(p)
@@ -114,13 +133,7 @@ def measure(name: str, shapes: list[Shape], arguments: argparse.Namespace) -> di
     for _ in range(arguments.warmup):
         optimizer.step()
     state = state_bytes(optimizer)
-    extra = None
-    if cuda:
-        torch.cuda.synchronize()
-        held = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        optimizer.step()
-        extra = torch.cuda.max_memory_allocated() - held
+    extra = peak_above(optimizer.step, cuda)
     milliseconds, host = time_steps(optimizer.step, arguments.steps, cuda)
     return {
         "optimizer": name,
@@ -128,7 +141,7 @@ def measure(name: str, shapes: list[Shape], arguments: argparse.Namespace) -> di
         "host_ms": host,
         "first_step_s": first,
         "state_mib": state / 2**20,
-        "extra_mib": None if extra is None else extra / 2**20,
+        "extra_mib": extra / 2**20,
         "parameters_mib": sum(p.numel() for p in params) * 4 / 2**20,
     }
 
@@ -136,11 +149,10 @@ def measure(name: str, shapes: list[Shape], arguments: argparse.Namespace) -> di
 def line(result: dict[str, Any], reference: float) -> str:
     if "note" in result:
         return f"{result['optimizer']:18} {result['note']:>9}"
-    extra = "-" if result["extra_mib"] is None else f"{result['extra_mib']:,.0f}"
     return (
         f"{result['optimizer']:18} {result['ms']:9.2f} {result['ms'] / reference:7.2f} "
         f"{result['host_ms']:9.2f} {result['first_step_s']:8.2f} "
-        f"{result['state_mib']:10,.0f} {extra:>10}"
+        f"{result['state_mib']:10,.0f} {result['extra_mib']:10,.0f}"
     )
 
 
@@ -153,7 +165,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--divide", type=int, default=1 if cuda else 4)
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
-    parser.add_argument("--optimizers", nargs="+", default=[*FAMILY, *BASELINES])
+    names = [*FAMILY, *BASELINES]
+    parser.add_argument("--optimizers", nargs="+", choices=names, default=names)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--json", type=Path)
@@ -162,7 +175,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
-    cuda = arguments.device == "cuda"
+    cuda = arguments.device.startswith("cuda")
     machine = torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine()
     settings = {k: v for k, v in vars(arguments).items() if k != "json"}
     content: dict[str, Any] = {"machine": machine, "torch": torch.__version__, "settings": settings}
@@ -175,7 +188,8 @@ def main() -> None:
         results = content[name] = []
         for optimizer in arguments.optimizers:
             results.append(measure(optimizer, shapes, arguments))
-            print(line(results[-1], results[0]["ms"]), flush=True)
+            reference = next((r["ms"] for r in results if "ms" in r), 1.0)
+            print(line(results[-1], reference), flush=True)
             gc.collect()
             if cuda:
                 torch.cuda.empty_cache()

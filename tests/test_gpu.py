@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from angular_lab.health import LossOnHost
+from angular_lab.health import OnHost
 from angular_lab.recipes import recipe
 from angular_lab.runs import train
 from angular_muown import AngularMuown
@@ -49,7 +49,7 @@ def test_float64_on_the_gpu_is_float64_on_the_cpu() -> None:
 
 def test_the_loss_reaches_the_host() -> None:
     loss = torch.tensor(2.5, device="cuda")
-    assert LossOnHost(loss).value() == 2.5
+    assert OnHost(loss).value() == 2.5
 
 
 # torch's compiler imports deprecated parts of torch

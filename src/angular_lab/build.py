@@ -36,8 +36,6 @@ def parallelize(model: LanguageModel, spec: Spec, ranks: Ranks) -> nn.Module:
     """What the loop calls: the model, spread over the ranks and compiled as the spec says."""
     spread: nn.Module = model
     if ranks.world > 1:
-        if spec.parallel not in ("ddp", "fsdp"):
-            raise ValueError(f"parallel={spec.parallel}: it must be ddp or fsdp")
         if spec.parallel == "ddp":
             spread = nn.parallel.DistributedDataParallel(model)
         else:
@@ -107,9 +105,7 @@ def lr_factor(spec: Spec, step: int) -> float:
         return wsd(step, spec.steps, s.warmup, spec.decay_steps)
     if s.kind == "cosine":
         return cosine(step, spec.steps, s.warmup)
-    if s.kind == "constant":
-        return wsd(step, spec.steps, s.warmup)
-    raise ValueError(f"schedule.kind={s.kind}: it must be wsd, cosine or constant")
+    return wsd(step, spec.steps, s.warmup)  # constant: only the warm-up of it
 
 
 def balance_experts(model: LanguageModel, ranks: Ranks) -> None:

@@ -39,7 +39,7 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def steps(folder: Path) -> list[int]:
-    """Steps with a finished checkpoint, oldest first."""
+    """Steps with a finished checkpoint, oldest first; none where there is no folder."""
     return sorted(int(path.name.removeprefix(PREFIX)) for path in folder.glob(f"{PREFIX}*"))
 
 
@@ -73,9 +73,10 @@ def save(
         ) from None
     if ranks.first:
         _sync(temporary)
-        if target.exists():  # saved before a crash that lost only its log
-            shutil.rmtree(target)
-        os.rename(temporary, target)
+        if target.exists():  # saved before a crash that lost only its log: the new one is as good
+            shutil.rmtree(temporary)
+        else:
+            os.rename(temporary, target)
         _sync(folder)
     ranks.barrier()
 

@@ -1,4 +1,4 @@
-"""The command angular-lab: prepare, train, branch, trunk, show, sample, export, demo.
+"""The command angular-lab: prepare, train, branch, trunk, show, sample, export, demo, recipes.
 
 Exit codes: 0 done, 2 bad input, 3 loss not finite, 75 preempted (saved: run again with --resume).
 """
@@ -49,7 +49,8 @@ def trunk(arguments: argparse.Namespace) -> None:
 
     base = override(recipe(arguments.recipe), arguments.overrides)
     horizons = [count(text) for text in arguments.horizons.split(",")]
-    spec, branches = trunk_spec(base, horizons, arguments.decay)
+    share = base.schedule.decay if arguments.decay is None else arguments.decay
+    spec, branches = trunk_spec(base, horizons, share)
     out: Path = arguments.out or default_folder(spec).with_name(
         default_folder(spec).name + "-trunk"
     )
@@ -128,14 +129,15 @@ def _parser() -> argparse.ArgumentParser:
         sub = add(name, function, summary, first)
         sub.add_argument("overrides", nargs="*", metavar="key=value")
         sub.add_argument("--out", type=Path, help="run folder")
-        sub.add_argument("--resume", choices=["auto", "never"], default="never")
+        if name != "trunk":
+            sub.add_argument("--resume", choices=["auto", "never"], default="never")
         sub.add_argument("--device", default="", help="cpu or cuda; default: what there is")
         if name == "branch":
             sub.add_argument("--at", type=count, required=True, help="step to start from")
             sub.add_argument("--decay", type=count, required=True, help="steps of the cool-down")
         if name == "trunk":
             sub.add_argument("--horizons", required=True, help="steps, comma-separated")
-            sub.add_argument("--decay", type=float, default=0.1, help="share of each horizon")
+            sub.add_argument("--decay", type=float, help="share of each; default: the recipe's")
     sub = add("show", show, "print a run before it runs", "recipe")
     sub.add_argument("overrides", nargs="*", metavar="key=value")
     sub = add("sample", sample, "text from a run", "run", "prompt")
@@ -170,7 +172,13 @@ def _add_prepare(sub: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    settings = [word for word in rest if "=" in word and not word.startswith("-")]
+    if len(settings) < len(rest) or (settings and "overrides" not in arguments):
+        parser.error(f"unrecognized: {' '.join(word for word in rest if word not in settings)}")
+    if settings:  # key=value may also stand behind an option
+        arguments.overrides = [*arguments.overrides, *settings]
     from angular_lab.health import NotFinite
     from angular_lab.preemption import Preempted
     from angular_lab.ranks import stop_ranks

@@ -16,20 +16,21 @@ def evaluate(
 ) -> dict[str, float]:
     """`count` windows from the start, in batches; each rank takes every world-th batch.
 
-    Every window has the same length, so the mean over windows is the mean over tokens.
+    Every window has the same length, so the mean over windows is the mean over tokens. A rank that
+    has no batch left repeats the first one with weight 0: a sharded model's forward pass is a
+    collective, so all ranks need the same number of them.
     """
     count = min(count, len(tokens))
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
     model.eval()
-    starts = range(0, count, batch)
-    for i, start in enumerate(starts):
-        if i % ranks.world != ranks.rank:
-            continue
-        windows = tokens.windows(np.arange(start, min(start + batch, count)))
+    for first in range(0, count, batch * ranks.world):
+        start = first + batch * ranks.rank
+        own = np.arange(start, min(start + batch, count))
+        windows = tokens.windows(own if len(own) else np.arange(min(batch, count)))
         data = torch.from_numpy(windows).to(ranks.device)
         with autocast:
             loss = model(data[:, :-1], data[:, 1:])
-        total += loss.double() * len(windows)
+        total += loss.double() * len(own)
     model.train()
     loss_value = (ranks.sum(total) / count).item()
     metrics = {"val_loss": loss_value, "val_perplexity": exp(min(loss_value, 700.0))}

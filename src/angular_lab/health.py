@@ -1,4 +1,4 @@
-"""Losses that are not finite: found before they reach the weights, and traced to a layer."""
+"""Losses and gradients that are not finite: found before they reach the weights, and traced."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,11 +11,11 @@ class NotFinite(RuntimeError):  # noqa: N818  (reads as what it is)
     """Training met a loss or a weight that is not finite."""
 
 
-class LossOnHost:
-    """The loss on its way to the host, asked for after the backward pass is under way.
+class OnHost:
+    """A number on its way to the host, asked for when more work is under way.
 
-    On a GPU the copy is ordered behind the forward pass only: by the time the host waits for it,
-    the device is busy with the backward pass, so it never idles.
+    On a GPU the copy of a loss is ordered behind the forward pass only: by the time the host waits
+    for it, the device is busy with the backward pass, so it never idles.
     """
 
     def __init__(self, loss: Tensor) -> None:
@@ -56,18 +56,23 @@ def _watch(model: nn.Module, found: list[str]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def culprit(model: nn.Module, tokens: Tensor, targets: Tensor) -> str:
-    """The first place that is not finite: a weight, or a layer's output on this batch."""
+def culprit(model: nn.Module, tokens: Tensor, targets: Tensor, micro_batch: int) -> str:
+    """The first place that is not finite: a weight, a layer's output on this batch, a gradient."""
     for name, p in model.named_parameters():
         if not p.isfinite().all():
             return f"weight {name}"
     found: list[str] = []
     with _watch(model, found):
-        model(tokens, targets)
-    return f"output of {found[0]}" if found else "the loss itself"
+        for part in zip(tokens.split(micro_batch), targets.split(micro_batch), strict=True):
+            model(*part)
+            if found:
+                return f"output of {found[0]}"
+    for name, p in model.named_parameters():
+        if p.grad is not None and not p.grad.isfinite().all():
+            return f"gradient of {name}"
+    return "nothing here, so another rank's batch"
 
 
 @torch.no_grad()
 def weights_are_finite(model: nn.Module) -> bool:
-    norms = [p.detach().isfinite().all() for p in model.parameters()]
-    return all(bool(ok) for ok in norms)
+    return all(bool(p.detach().isfinite().all()) for p in model.parameters())

@@ -17,6 +17,7 @@ def prepare_from(arguments: argparse.Namespace) -> Path:
     if bool(arguments.hf) == bool(arguments.sources):
         raise ValueError("name either files and folders, or a dataset with --hf, not both or none")
     source = arguments.hf or ", ".join(arguments.sources)
+    source += f" [{arguments.column}]"
     prepare(
         _texts(arguments),
         _tokenizer(arguments),

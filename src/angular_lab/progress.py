@@ -12,7 +12,7 @@ from angular_lab.rundir import RunDir
 from angular_lab.spec import Spec
 
 # Dense bf16 peak in FLOP/s, by the vendor's datasheets; MFU is a share of this.
-PEAKS = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "A100": 312e12, "B200": 2250e12}
+PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -47,7 +47,10 @@ class Progress:
             logger.log(step, {**metrics, **speed})
         self._show(step, metrics, speed)
 
-    def finish(self) -> None:
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for logger in self.loggers:
             logger.close()
         if self.ranks.first and self.terminal:

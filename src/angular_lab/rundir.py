@@ -79,7 +79,10 @@ class RunDir:
         line = json.dumps(values, allow_nan=False) + "\n"
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            os.write(descriptor, line.encode())
+            end = os.fstat(descriptor).st_size
+            if os.write(descriptor, line.encode()) != len(line.encode()):  # a full disk
+                os.ftruncate(descriptor, end)
+                raise OSError(f"{path} cannot be written: is the disk full?")
         finally:
             os.close(descriptor)
 
@@ -109,9 +112,12 @@ def _parse_lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     lines = []
-    for text in path.read_text().splitlines(keepends=True):
+    for number, text in enumerate(path.read_text().splitlines(keepends=True), start=1):
         if text.endswith("\n"):
-            lines.append(json.loads(text))
+            try:
+                lines.append(json.loads(text))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number} is no JSON: {error}") from None
     return lines
 
 
@@ -126,9 +132,12 @@ def write_atomically(path: Path, text: str) -> None:
 
 def git_state() -> dict[str, Any]:
     def ask(*arguments: str) -> str:
-        found = subprocess.run(
-            ["git", *arguments], capture_output=True, text=True, cwd=Path(__file__).parent
-        )
+        try:
+            found = subprocess.run(
+                ["git", *arguments], capture_output=True, text=True, cwd=Path(__file__).parent
+            )
+        except FileNotFoundError:  # no git here: nothing to tell
+            return ""
         return found.stdout.strip() if found.returncode == 0 else ""
 
     return {"commit": ask("rev-parse", "HEAD"), "changed": bool(ask("status", "--porcelain"))}

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+import angular_muown
 from angular_lab import checkpoint
 from angular_lab.overrides import keys
 from angular_lab.prepare import prepare_stdlib
@@ -36,15 +37,15 @@ def train(spec: Spec, out: Path, resume: bool = False, device: str = "") -> RunD
         run.claim()
     ranks.barrier()
     try:
-        if run.started:
+        started = run.started
+        if started:
             _check_resumable(spec, run, resume)
             if run.done:
                 return run
-        elif ranks.first:
-            versions = {**base_versions(), "torch": torch.__version__}
-            run.write_spec(spec, versions)
-        ranks.barrier()
         trainer = Trainer(spec, run, ranks, data_folder(spec, ranks))
+        ranks.barrier()  # all have looked before one writes
+        if ranks.first and not started:  # and only now: a spec that cannot run leaves no run
+            run.write_spec(spec, versions(ranks))
         _restore(trainer)
         trainer.train()
         return run
@@ -52,10 +53,21 @@ def train(spec: Spec, out: Path, resume: bool = False, device: str = "") -> RunD
         run.release()
 
 
+def versions(ranks: Ranks) -> dict[str, str]:
+    cuda = ranks.device.type == "cuda"
+    return {
+        **base_versions(),
+        "angular_muown": angular_muown.__version__,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "ranks": str(ranks.world),
+    }
+
+
 def _restore(trainer: Trainer) -> None:
     """From the run's newest checkpoint, else from its parent's, else from the start."""
     run, spec, ranks = trainer.run, trainer.spec, trainer.ranks
-    saved = checkpoint.steps(run.checkpoints) if run.checkpoints.exists() else []
+    saved = checkpoint.steps(run.checkpoints)
     source = checkpoint.step_folder(run.checkpoints, saved[-1]) if saved else None
     if source is None and spec.parent:
         source = checkpoint.step_folder(_parent(run, spec).checkpoints, spec.parent_step)
@@ -65,8 +77,7 @@ def _restore(trainer: Trainer) -> None:
         trainer.restore(source)
     if ranks.first:
         run.rewind(trainer.step)
-        if run.checkpoints.exists():
-            checkpoint.clean(run.checkpoints)
+        checkpoint.clean(run.checkpoints)
     ranks.barrier()
 
 
@@ -103,7 +114,12 @@ def _get(spec: object, key: str) -> object:
 def branch_spec(run: RunDir, at: int, decay: int) -> Spec:
     """The spec of a cool-down of `decay` steps that starts from the run's checkpoint at `at`."""
     spec = run.read_spec()
-    kept = checkpoint.steps(run.checkpoints) if run.checkpoints.exists() else []
+    kept = checkpoint.steps(run.checkpoints)
+    if spec.schedule.kind == "wsd" and at > spec.steps - spec.decay_steps:
+        raise ValueError(
+            f"step {at} of {run.path} lies in its cool-down, which starts at "
+            f"{spec.steps - spec.decay_steps}: a branch would raise the learning rate again"
+        )
     if at not in kept:
         raise ValueError(
             f"{run.path} has no checkpoint at step {at}: it keeps {kept or 'none'}; pin branch "
@@ -125,6 +141,12 @@ def trunk_spec(spec: Spec, horizons: list[int], decay: float) -> tuple[Spec, lis
     """A constant-rate trunk with pinned branch points, and each branch as (start, length): a
     cool-down that ends at a horizon and takes its last `decay` share."""
     lengths = [(horizon, round(decay * horizon)) for horizon in sorted(horizons)]
+    for horizon, length in lengths:
+        if not 0 < length < horizon:
+            raise ValueError(
+                f"a cool-down of {decay:g} of {horizon} steps has {length}: it must have at least "
+                "one step and leave some"
+            )
     branches = [(horizon - length, length) for horizon, length in lengths]
     trunk = replace(
         spec,

@@ -43,7 +43,7 @@ def load_run(path: Path, device: str = "cpu") -> LanguageModel:
     """The model of a run at its newest checkpoint."""
     run = RunDir(path)
     spec = run.read_spec()
-    saved = checkpoint.steps(run.checkpoints) if run.checkpoints.exists() else []
+    saved = checkpoint.steps(run.checkpoints)
     if not saved:
         raise ValueError(f"{path} has no checkpoint yet")
     model = build_model(spec.model).to(device)

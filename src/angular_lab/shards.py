@@ -79,6 +79,11 @@ class Tokens:
                     f"{self.folder / info.name} holds id {info.max_id}, but "
                     f"vocabulary={self.vocabulary}; its tokenizer has {manifest.vocabulary} entries"
                 )
+        if manifest.vocabulary > self.vocabulary:
+            raise ValueError(
+                f"the tokenizer of {self.folder} has {manifest.vocabulary} entries, but "
+                f"vocabulary={self.vocabulary}: some of its texts could not be read"
+            )
         if not split.files:
             raise ValueError(
                 f"{self.folder} has no {self.split} tokens: none of its "

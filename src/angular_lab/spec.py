@@ -86,9 +86,34 @@ class Spec:
     optim: OptimSpec = field(default_factory=OptimSpec)
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
 
+    def __post_init__(self) -> None:
+        choices = {
+            "on_nan": ("stop", "skip"),
+            "precision": ("bf16", "fp32"),
+            "parallel": ("ddp", "fsdp"),
+        }
+        for key, valid in choices.items():
+            if getattr(self, key) not in valid:
+                raise ValueError(f"{key}={getattr(self, key)}: it must be {' or '.join(valid)}")
+        least = {"steps": 1, "batch": 1, "micro_batch": 0, "keep": 1, "seed": 0, "log_every": 0,
+                 "eval_every": 0, "save_every": 0, "angle_every": 0, "eval_tokens": 1}  # fmt: skip
+        for key, low in least.items():
+            if getattr(self, key) < low:
+                raise ValueError(f"{key}={getattr(self, key)}: it must be at least {low}")
+        if not all(part.strip().isdigit() for part in self.pins.split(",") if part):
+            raise ValueError(f"pins={self.pins}: write steps, separated by commas")
+        if self.schedule.kind not in ("wsd", "cosine", "constant"):
+            raise ValueError(
+                f"schedule.kind={self.schedule.kind}: it must be wsd, cosine or constant"
+            )
+
     @property
     def pinned(self) -> tuple[int, ...]:
-        return tuple(int(step) for step in self.pins.split(",") if step)
+        """Steps whose checkpoints stay; the start of the cool-down is always one of them."""
+        listed = tuple(int(step) for step in self.pins.split(",") if step)
+        cooling = self.schedule.kind == "wsd" and 0 < self.decay_steps < self.steps
+        start = self.steps - self.decay_steps
+        return (*listed, start) if cooling and start > self.parent_step else listed
 
     @property
     def decay_steps(self) -> int:

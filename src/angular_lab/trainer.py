@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from angular_lab import build, checkpoint
 from angular_lab.evaluate import evaluate
-from angular_lab.health import LossOnHost, NotFinite, culprit, weights_are_finite
+from angular_lab.health import NotFinite, OnHost, culprit, weights_are_finite
 from angular_lab.preemption import Preempted, Sigterm
 from angular_lab.prefetch import Prefetcher
 from angular_lab.progress import Progress
@@ -17,7 +18,6 @@ from angular_lab.rundir import RunDir
 from angular_lab.shards import Batches, Tokens
 from angular_lab.spec import Spec
 from angular_muown import AngleMonitor
-from angular_muown.placement import whole
 
 
 class Trainer:
@@ -29,6 +29,10 @@ class Trainer:
         sequence, vocabulary = spec.model.sequence, spec.model.vocabulary
         self.batches = Batches(Tokens(data, "train", sequence, vocabulary), spec.batch, spec.seed)
         self.validation = Tokens(data, "val", sequence, vocabulary)
+        if not len(self.validation):
+            raise ValueError(
+                f"the validation split of {data} is shorter than one sequence of {sequence} tokens"
+            )
         self.model = build.make_model(spec, ranks)
         self.parallel = build.parallelize(self.model, spec, ranks)
         self.optimizer = build.make_optimizer(self.model, spec)
@@ -41,20 +45,20 @@ class Trainer:
             self.monitor.close()
         self.progress = Progress(spec, run, ranks, self.model.flops_per_token())
         self.skipped = 0
-        self.grad_norm = torch.zeros(())
+        self.host_norm = OnHost(torch.zeros(()))
 
     def restore(self, source: Path) -> None:
         counters = checkpoint.load(source, self.model, self.optimizer, self.ranks)
         self.step, self.skipped = counters["step"], counters["skipped"]
+        self.monitor.read()  # loading takes a step for show, which it measured
 
     def train(self) -> None:
         """Take the remaining steps. The loop is the whole story."""
-        self.monitor.steps = self.step + 1  # so that it measures the steps that are logged
         self.progress.start(self.step)
-        with Sigterm() as sigterm, self.prefetch() as batches:
+        with Sigterm() as sigterm, self.progress, self.prefetch() as batches:
             for tokens, targets in batches:
                 loss = self.forward_backward(tokens, targets)
-                if self.is_finite(loss, tokens, targets):
+                if self.is_finite(tokens, targets):
                     self.update()
                 self.step += 1
                 metrics = self.measure(loss)
@@ -63,7 +67,7 @@ class Trainer:
                 if self.due(self.spec.save_every) or self.step in self.spec.pinned:
                     self.save()
                 if self.ranks.any(sigterm.received):
-                    self.save()
+                    self.save_once()
                     raise Preempted(f"saved at step {self.step}; go on with --resume auto")
         self.finish()
 
@@ -78,14 +82,12 @@ class Trainer:
                 loss = self.parallel(part, wanted) * (len(part) / len(tokens))
             total += loss.detach()
             if i == len(parts) - 1:
-                self.host_loss = LossOnHost(total)
+                self.host_loss = OnHost(total)
             loss.backward()
         return total
 
     def update(self) -> None:
-        # An infinite bound measures the norm and clips nothing.
-        bound = self.spec.clip or float("inf")
-        self.grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), bound)
+        self.monitor.steps = self.step + 1  # so that it measures the steps that are logged
         factor = build.lr_factor(self.spec, self.step)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * factor
@@ -103,44 +105,70 @@ class Trainer:
             metrics |= self.evaluate()
         if not metrics and not self.due(self.spec.log_every):
             return {}
-        value = self.ranks.mean(loss).item()
         line = {
             "step": self.step,
             "tokens": self.step * self.spec.tokens_per_step,
-            "loss": value if isfinite(value) else None,
+            "loss": self.ranks.mean(loss).item(),
             "lr": self.spec.optim.lr * build.lr_factor(self.spec, self.step - 1),
-            "grad_norm": whole(self.grad_norm).item(),
+            "grad_norm": self.host_norm.value(),
+            **({"skipped": self.skipped} if self.skipped else {}),
+            **metrics,
         }
-        if self.skipped:
-            line["skipped"] = self.skipped
-        return {**line, **metrics}
+        # JSON has no NaN: what is not finite is null
+        return {key: value if isfinite(value) else None for key, value in line.items()}
 
     def evaluate(self) -> dict[str, float]:
         count = max(1, self.spec.eval_tokens // self.spec.model.sequence)
         batch = self.spec.micro_batch or max(1, self.spec.batch // self.ranks.world)
-        return evaluate(self.parallel, self.validation, count, batch, self.ranks, self.autocast)
+        metrics = evaluate(self.parallel, self.validation, count, batch, self.ranks, self.autocast)
+        if not isfinite(metrics["val_loss"]):
+            raise NotFinite(
+                f"the validation loss after step {self.step} is not finite; {self.last}"
+            )
+        return metrics
 
-    def is_finite(self, loss: torch.Tensor, tokens: torch.Tensor, targets: torch.Tensor) -> bool:
+    def is_finite(self, tokens: torch.Tensor, targets: torch.Tensor) -> bool:
+        """Clip the gradients, and say whether loss and gradients may reach the weights."""
+        # An infinite bound measures the norm and clips nothing.
+        bound = self.spec.clip or float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), bound)
+        before, self.host_norm = (
+            self.host_norm,
+            OnHost(norm.full_tensor() if isinstance(norm, DTensor) else norm),
+        )
         value = self.host_loss.value()
-        if not self.ranks.any(not isfinite(value)):
+        bad_loss = self.ranks.any(not isfinite(value))
+        # This step's norm is known at the end of the backward pass only. To stop, the norm of the
+        # step before will do: the device need not wait. To skip a batch, it has to.
+        skipping = self.spec.on_nan == "skip"
+        norm_value = (self.host_norm if skipping else before).value()
+        if not bad_loss and isfinite(norm_value):  # the norm is the same on all ranks
             return True
-        if self.spec.on_nan == "skip":
+        if skipping:
             self.skipped += 1
             self.optimizer.zero_grad()
+            for load in self.model.loads():
+                load.zero_()
             return False
+        what = f"loss of step {self.step + 1} is {value}"
+        if not bad_loss:
+            what = f"gradient of step {self.step} has the norm {norm_value}"
         with self.autocast:
-            where = culprit(self.model, tokens, targets)
+            where = culprit(self.model, tokens, targets, self.spec.micro_batch or len(tokens))
         raise NotFinite(
-            f"the loss of step {self.step + 1} is {value}; first not finite: {where}. The newest "
-            f"checkpoint is step {max(checkpoint.steps(self.run.checkpoints), default='none')}; "
-            "lower optim.lr, or set on_nan=skip to leave such batches out"
+            f"the {what}; first not finite on rank {self.ranks.rank}: {where}. {self.last}; lower "
+            "optim.lr, or set on_nan=skip to leave such batches out"
         )
+
+    @property
+    def last(self) -> str:
+        newest = max(checkpoint.steps(self.run.checkpoints), default="none")
+        return f"The newest checkpoint is step {newest}"
 
     def save(self) -> None:
         if not weights_are_finite(self.model):
             raise NotFinite(
-                f"weights are not finite after step {self.step}: not saved; the newest checkpoint "
-                f"is step {max(checkpoint.steps(self.run.checkpoints), default='none')}"
+                f"weights are not finite after step {self.step}: not saved. {self.last}"
             )
         if self.ranks.first:
             self.run.sync_metrics()
@@ -149,12 +177,14 @@ class Trainer:
         if self.ranks.first:
             checkpoint.prune(self.run.checkpoints, self.spec.keep, self.spec.pinned)
 
-    def finish(self) -> None:
+    def save_once(self) -> None:
         if self.step not in checkpoint.steps(self.run.checkpoints):
             self.save()
+
+    def finish(self) -> None:
+        self.save_once()
         if self.ranks.first:
             self.run.finish()
-        self.progress.finish()
 
     def due(self, every: int) -> bool:
         return bool(every) and (self.step % every == 0 or self.step == self.spec.steps)

@@ -26,9 +26,11 @@ def update(
     params: Sequence[Tensor], states: Sequence[dict[str, Any]], group: dict[str, Any]
 ) -> None:
     beta1, beta2 = group["betas"]
+    grads = [p.grad for p in params if p.grad is not None]
+    assert len(grads) == len(params), "the engine passes parameters with gradients"
     adamw(
         list(params),
-        [p.grad for p in params if p.grad is not None],
+        grads,
         [state["exp_avg"] for state in states],
         [state["exp_avg_sq"] for state in states],
         [],

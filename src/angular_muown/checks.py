@@ -99,7 +99,8 @@ def check_values(group: Mapping[str, Any]) -> None:
     for key, (is_valid, wanted) in RULES.items():
         if key in group and not is_valid(group[key]):
             raise ValueError(f"{key}={group[key]!r} is not valid: it must be {wanted}")
-    if group.get("radius_lr") is not None and float(group["lr"]) == 0:
+    matrices = group["algorithm"] == "matrix"
+    if matrices and group.get("radius_lr") is not None and float(group["lr"]) == 0:
         raise ValueError(
             f"radius_lr={group['radius_lr']!r} with lr=0: radius_lr is scheduled in proportion to "
             "lr, so lr must start above 0"
@@ -118,11 +119,11 @@ def check_parameter(p: Tensor, name: str, group: Mapping[str, Any]) -> None:
     label = f"parameter {name!r} (shape {tuple(p.shape)}, {p.dtype}, {p.layout})"
     elsewhere = "put it into a group with algorithm='adamw', or let plan(model) sort it"
     if p.is_complex() or not p.is_floating_point():
-        raise ValueError(f"{label} is not real floating point: {elsewhere}")
+        raise ValueError(f"{label} is not real floating point: leave it to another optimizer")
     if group["algorithm"] == "adamw":
         return
     if p.layout != torch.strided:
-        raise ValueError(f"{label} is not dense: {elsewhere}")
+        raise ValueError(f"{label} is not dense: use p.to_dense()")
     if getattr(p, "_is_flat_param", False):
         raise ValueError(
             f"{label} is a flat parameter of FSDP1, which has no matrices: use fully_shard (FSDP2)"
@@ -137,10 +138,12 @@ def check_parameter(p: Tensor, name: str, group: Mapping[str, Any]) -> None:
         raise ValueError(f"{label} {error}") from None
 
 
-def check_gradient(p: Tensor, name: str) -> None:
+def check_gradients(group: Mapping[str, Any], index: int) -> None:
     """Looked at before anything moves: a step is taken by all parameters or by none."""
-    if p.grad is not None and p.grad.layout != torch.strided:
-        raise ValueError(
-            f"parameter {name!r} (shape {tuple(p.shape)}) has a {p.grad.layout} gradient: "
-            "only dense ones are supported; for an embedding set sparse=False"
-        )
+    for i, p in enumerate(group["params"]):
+        if p.grad is not None and p.grad.layout != torch.strided:
+            raise ValueError(
+                f"parameter {parameter_names(group, index)[i]!r} (shape {tuple(p.shape)}) has a "
+                f"{p.grad.layout} gradient: only dense ones are supported; for an embedding set "
+                "sparse=False"
+            )

@@ -4,7 +4,7 @@ Numbers live in the param groups, as plain values; choices live in `recipe(group
 no attributes of its own, because torch drops them on deepcopy and pickle.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from angular_muown.stages.momentum import heavy_ball
 from angular_muown.views import Layout, Leaf, Stack, stacks
 
 Observer = Callable[[Stack, Tensor, Tensor], None]
+HOME = "angular_muown.optimizers"  # where the family's members are defined
 
 ENGINE_DEFAULTS: dict[str, Any] = {
     "algorithm": "matrix",
@@ -31,26 +32,31 @@ ENGINE_DEFAULTS: dict[str, Any] = {
 }
 
 
-def radius_rate(group: dict[str, Any]) -> float | Tensor:
-    """The radii's learning rate now: `radius_lr` is given for the lr that the group started with
-    and follows every schedule of lr."""
+def rates(group: dict[str, Any], dtype: torch.dtype) -> tuple[float | Tensor, float | Tensor]:
+    """The learning rates of directions and radii now: `radius_lr` is given for the lr that the
+    group started with and follows every schedule of lr."""
+    lr = group["lr"]
+    if isinstance(lr, Tensor):  # a scalar whose dtype does not spread
+        lr = lr.to(dtype).reshape(())
     if group.get("radius_lr") is None:
-        return group["lr"]
-    return group["radius_lr"] / group["base_lr"] * group["lr"]
+        return lr, lr
+    return lr, group["radius_lr"] / group["base_lr"] * lr
 
 
-def update(stack: Stack, recipe: Recipe, group: dict[str, Any], observer: Observer | None) -> None:
+def update(
+    stack: Stack, recipe: Recipe, group: dict[str, Any], observers: Sequence[Observer] = ()
+) -> None:
     """One step of every matrix of a stack: the family's equation, top to bottom."""
-    lr, rows = group["lr"], stack.rows
-    at = recipe.chart.split(stack.W, stack.G, rows)
-    M, X = heavy_ball(stack.M, at.T, group["momentum"], group["nesterov"])
+    (lr, radius_lr), rows = rates(group, stack.compute), stack.gather_rows()
+    at = recipe.chart.split(stack.gather_W(), stack.gather_G(), rows)
+    M, X = heavy_ball(stack.gather_M(), at.T, group["momentum"], group["nesterov"])
     Q = recipe.orthogonalize(X)
-    if observer is not None:
-        observer(stack, at.U, Q)
+    for observe in observers:
+        observe(stack, at.U, Q)
     Q = recipe.normalize(Q, rows)
     # Decoupled decay, W <- (1 - lr weight_decay) W: since W = g U, it shrinks through g alone.
     g = at.g * (1 - lr * group["weight_decay"]) if group["weight_decay"] else at.g
-    g = recipe.radius(g, at.r, rows, radius_rate(group), stack.t)
+    g = recipe.radius(g, at.r, rows, radius_lr, stack.t)
     W = recipe.chart.join(at, -lr * recipe.kappa * recipe.scale(*stack.shape) * Q, g, rows)
     if recipe.radius.signed:  # rows whose length crossed zero turn round, with all along them
         signs = row_signs(g)
@@ -61,11 +67,10 @@ def update(stack: Stack, recipe: Recipe, group: dict[str, Any], observer: Observ
 class Engine(torch.optim.Optimizer):
     """Base of the family. A member gives defaults and `recipe(group)`, nothing else."""
 
-    observer: Observer | None = None  # set on an instance by AngleMonitor, never saved
+    observers: tuple[Observer, ...] = ()  # set on an instance by AngleMonitor, never saved
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        own = {"family": type(self).__name__}  # so that another member's state is recognised
-        super().__init__(params, {**ENGINE_DEFAULTS, **own, **defaults})
+        super().__init__(params, {**ENGINE_DEFAULTS, **defaults})
 
     def recipe(self, group: dict[str, Any]) -> Recipe:
         """What this member does with the matrices of a group, at the group's current step."""
@@ -73,7 +78,10 @@ class Engine(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Checks everything before the group is added: an error leaves the optimizer as it was."""
-        param_group = {**param_group}  # so that one plan can serve several optimizers
+        # A copy, so that one plan can serve several optimizers. The member's name goes along, so
+        # that another's state is recognised; a subclass of the user's counts as its parent.
+        members = (kind.__name__ for kind in type(self).__mro__ if kind.__module__ == HOME)
+        param_group = {**param_group, "family": next(members, type(self).__name__)}
         checks.check_keys(param_group, self.defaults, type(self).__name__)
         group = {**self.defaults, **param_group}
         if isinstance(group["state_dtype"], torch.dtype):  # a group holds names and numbers only
@@ -110,21 +118,20 @@ class Engine(torch.optim.Optimizer):
         active = [self._with_gradient(i) for i in range(len(self.param_groups))]
         rehearsal = not self.state and self._moves_nothing(active)
         for group, params in zip(self.param_groups, active, strict=True):
-            rows = self.recipe(group).rows if group["algorithm"] == "matrix" else ()
+            recipe = self.recipe(group) if group["algorithm"] == "matrix" else None
             for p in params:
-                self._init_state(p, group, rows)
+                self._init_state(p, group, recipe)
             if rehearsal or not params:
                 continue
-            if group["algorithm"] == "adamw":
+            if recipe is None:
                 adamw.update(params, [self.state[p] for p in params], group)
             else:
-                self._advance_matrices(params, group)
+                self._advance_matrices(params, group, recipe)
             group["step"] += 1
 
     def _with_gradient(self, index: int) -> list[Tensor]:
         group = self.param_groups[index]
-        for p, name in zip(group["params"], checks.parameter_names(group, index), strict=True):
-            checks.check_gradient(p, name)
+        checks.check_gradients(group, index)
         return [p for p in group["params"] if p.grad is not None]
 
     def _moves_nothing(self, active: list[list[Tensor]]) -> bool:
@@ -134,20 +141,22 @@ class Engine(torch.optim.Optimizer):
             p.grad is not None and p.grad.any() for params in active for p in params
         )
 
-    def _advance_matrices(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        recipe, layout = self.recipe(group), Layout.of(group)
+    def _advance_matrices(
+        self, params: list[Tensor], group: dict[str, Any], recipe: Recipe
+    ) -> None:
+        layout = Layout.of(group)
         for p in params:
             self.state[p]["step"] += 1
         leaves = [Leaf(p, self.state[p], layout) for p in params]
         noise = group["step"] if group["write_back"] == "stochastic" else None
         for stack in stacks(leaves, recipe.rows, group["maximize"], noise):
-            update(stack, recipe, group, self.observer)
+            update(stack, recipe, group, self.observers)
         for leaf in leaves:
             leaf.close()
 
-    def _init_state(self, p: Tensor, group: dict[str, Any], rows: tuple[str, ...]) -> None:
+    def _init_state(self, p: Tensor, group: dict[str, Any], recipe: Recipe | None) -> None:
         state = self.state[p]
-        if group["algorithm"] == "adamw":
+        if recipe is None:
             adamw.init_state(p, group, state)
             return
         compute = torch.promote_types(p.dtype, torch.float32)
@@ -156,7 +165,7 @@ class Engine(torch.optim.Optimizer):
             state["step"] = torch.zeros((), dtype=torch.float32)
             dtype = getattr(torch, group["state_dtype"]) if group["state_dtype"] else compute
             state["momentum_buffer"] = zeros_like(p, dtype)
-        for name in rows:
+        for name in recipe.rows:
             if name not in state:
                 shape = Layout.of(group).row_shape(p)
                 state[name] = torch.zeros(shape, dtype=compute, device=p.device)
@@ -165,5 +174,6 @@ class Engine(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Like every torch optimizer, takes over the groups' values from the state dict; where
-        that changes kappa, a warning shows both values. State keeps the dtypes it was saved in."""
+        that changes kappa, a warning shows both values. State of another member, algorithm or cut
+        is refused. State keeps the dtypes it was saved in."""
         load_keeping_dtypes(self, super().load_state_dict, state_dict)

@@ -11,11 +11,9 @@ from angular_muown.views import Layout
 
 StateDict = dict[str, Any]
 SHAPED_LIKE_WEIGHT = ("momentum_buffer", "master")
-# What a caller may have set on purpose and would miss: kappa, and how matrices are read.
-WATCHED = (
-    *("warmup_steps", "decay_scale", "decay_degree"),
-    *("view", "transposed", "blocks", "column_blocks"),
-)
+# What gives the state its meaning: a state dict with other values belongs to other groups.
+MEANING = ("algorithm", "view", "transposed", "blocks", "column_blocks")
+KAPPA = ("warmup_steps", "decay_scale", "decay_degree")  # what a caller would miss
 
 
 def load_keeping_dtypes(
@@ -30,6 +28,7 @@ def load_keeping_dtypes(
 
     def check(_: Optimizer, state_dict: StateDict) -> None:
         _check_family(optimizer, state_dict)
+        _check_meaning(optimizer, state_dict)
         _check_shapes(optimizer, state_dict)
         surprises.extend(_changed_values(optimizer, state_dict))
         final.update(state_dict)
@@ -42,7 +41,10 @@ def load_keeping_dtypes(
                     if isinstance(value, torch.Tensor):
                         # the base class puts "step" on the right device, but does not copy it
                         device = optimizer.state[p]["step"].device if name == "step" else p.device
-                        optimizer.state[p][name] = value.detach().to(device).clone()
+                        copied = value.detach().to(device).clone()
+                        # matrices of it have to be views
+                        dense = name in SHAPED_LIKE_WEIGHT
+                        optimizer.state[p][name] = copied.contiguous() if dense else copied
 
     # Last before and first after loading: the user's own hooks see and may change all of it.
     before = optimizer.register_load_state_dict_pre_hook(check)
@@ -57,7 +59,7 @@ def load_keeping_dtypes(
 
 
 def _check_family(optimizer: Optimizer, state_dict: StateDict) -> None:
-    own = type(optimizer).__name__
+    own = optimizer.param_groups[0]["family"]
     for group in state_dict["param_groups"]:
         found = group.get("family", "an optimizer outside this package")
         if found != own:
@@ -65,6 +67,22 @@ def _check_family(optimizer: Optimizer, state_dict: StateDict) -> None:
                 f"this state dict was saved by {found}, not by {own}: their states mean different "
                 "things; make the same optimizer, or start with fresh state"
             )
+
+
+def _check_meaning(optimizer: Optimizer, state_dict: StateDict) -> None:
+    pairs = zip(optimizer.param_groups, state_dict["param_groups"], strict=False)
+    for i, (group, saved) in enumerate(pairs):
+        for key in MEANING:
+            here, there = (_plain(g.get(key)) for g in (group, saved))
+            if here != there:
+                raise ValueError(
+                    f"group {i} was saved with {key}={there!r}, but has {key}={here!r} here: make "
+                    "the groups as they were, or start with fresh state"
+                )
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _check_shapes(optimizer: Optimizer, state_dict: StateDict) -> None:
@@ -88,6 +106,6 @@ def _changed_values(optimizer: Optimizer, state_dict: StateDict) -> list[str]:
         f"group {i}: {key}={saved[key]!r} from the state dict replaces {key}={group[key]!r}; to "
         f"keep yours, set optimizer.param_groups[{i}][{key!r}] = {group[key]!r} after loading"
         for i, (group, saved) in enumerate(pairs)
-        for key in WATCHED
+        for key in KAPPA
         if key in group and key in saved and group[key] != saved[key]
     ]

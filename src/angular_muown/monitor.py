@@ -5,8 +5,8 @@
     if values := monitor.read():                           # {} until something was measured
         wandb.log(values)                                  # or writer.add_scalar(k, v, step)
 
-A measured step costs a copy of the hidden matrices; the others cost nothing. Numbers stay on the
-device until `read`.
+A measured step costs a copy of the hidden matrices and one product Q Q^T each; the others cost
+nothing. Numbers stay on the device until `read`.
 """
 
 from collections import defaultdict
@@ -40,7 +40,7 @@ def orthogonality_error(Q: Tensor) -> Tensor:
     """|Q Q^T - I|_F / sqrt(k) on the short side, for each matrix of (..., m, n)."""
     Q = Q.mT if Q.shape[-2] > Q.shape[-1] else Q
     eye = torch.eye(Q.shape[-2], dtype=Q.dtype, device=Q.device)
-    return (frobenius(Q @ Q.mT - eye) / Q.shape[-2] ** 0.5).flatten(-3)
+    return (frobenius(Q @ Q.mT - eye) / Q.shape[-2] ** 0.5).squeeze(-1).squeeze(-1)
 
 
 class AngleMonitor:
@@ -59,6 +59,7 @@ class AngleMonitor:
         self._layouts: dict[str, Layout] = {}
         self._before: dict[str, list[Tensor]] = {}
         self._measured: dict[str, dict[str, Tensor]] = {}
+        self._observed: dict[str, dict[str, Any]] = {}  # sums over a parameter's pieces
         self._kappa: float | None = None
         self._hooks = [
             optimizer.register_step_pre_hook(self._start),
@@ -66,26 +67,30 @@ class AngleMonitor:
         ]
 
     def close(self) -> None:
+        self._stop_observing()
         for hook in self._hooks:
             hook.remove()
 
     def read(self) -> dict[str, float]:
         """The last measured step, once: a second call without a new measurement gives {}."""
-        measured, self._measured = self._measured, {}
+        # A step that raised leaves entries without the numbers of its end.
+        measured = {name: n for name, n in self._measured.items() if "rows" in n}
+        self._measured = {}
         if not measured:
             return {}
+        flat = [(name, key, n) for name, numbers in measured.items() for key, n in numbers.items()]
+        device = flat[0][-1].device  # one copy to the host, not one for each number
+        host = torch.stack([number.double().to(device) for *_, number in flat]).tolist()
+        values = {f"{key}/{name}": x for (name, key, _), x in zip(flat, host, strict=True)}
         columns: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        values: dict[str, float] = {}
-        for name, numbers in measured.items():
-            rows = numbers.pop("rows").item()
-            for key, number in numbers.items():
-                values[f"{key}/{name}"] = number.item()
-                columns[key].append((values[f"{key}/{name}"], rows))
+        for name, key, _ in flat:
+            columns[key].append((values[f"{key}/{name}"], values[f"rows/{name}"]))
+        del columns["rows"]
         for key, column in columns.items():
             values[key] = max(column)[0] if key.endswith("_max") else _weighted_mean(column)
         if self._kappa is not None:
             values["kappa"] = self._kappa
-        return values
+        return {key: value for key, value in values.items() if not key.startswith("rows/")}
 
     def _parameters(self) -> dict[str, tuple[Tensor, dict[str, Any]]]:
         """name -> parameter and group values, looked up anew: frameworks swap parameters."""
@@ -106,11 +111,13 @@ class AngleMonitor:
             return
         parameters = self._parameters()
         self._measured = {name: {} for name in parameters}
+        self._observed = defaultdict(lambda: defaultdict(float))
         self._layouts = {name: Layout.of(group) for name, (_, group) in parameters.items()}
         for name, (p, _group) in parameters.items():
             self._before[name] = self._matrices(name, p, copy=True)
         if isinstance(optimizer, Engine):
-            optimizer.observer = self._observe
+            self._stop_observing()
+            optimizer.observers = (*optimizer.observers, self._observe)
             groups = [group for _, group in parameters.values()]
             kappa = getattr(optimizer, "kappa", None)
             self._kappa = kappa(groups[0]) if kappa is not None and groups else None
@@ -119,24 +126,35 @@ class AngleMonitor:
         dtype = torch.promote_types(p.dtype, torch.float32)
         return [X.detach().to(dtype, copy=copy) for X in self._layouts[name].cut(whole(p))]
 
+    def _stop_observing(self) -> None:
+        if isinstance(self.optimizer, Engine):
+            others = tuple(o for o in self.optimizer.observers if o != self._observe)
+            self.optimizer.observers = others
+
     def _observe(self, stack: Stack, U: Tensor, Q: Tensor) -> None:
         named: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
-        radial = (Q * normalize_rows(U)).sum(dim=-1).abs().mean(dim=-1)
-        error = orthogonality_error(Q)
+        rows = stack.shape[0]
+        sums = {
+            "radial_mean": (Q * normalize_rows(U)).sum(dim=-1).abs().sum(dim=-1),
+            "orthogonality_error": rows * orthogonality_error(Q),
+        }
         start = 0
         for piece in stack.pieces:
-            numbers = self._measured.get(named.get(piece.parameter, ""), {})
             part = slice(start, start := start + piece.W.shape[0])
-            for key, value in (("radial_mean", radial), ("orthogonality_error", error)):
-                seen = [numbers[key]] if key in numbers else []
-                numbers[key] = torch.stack([*seen, value[part].mean()]).mean()
+            seen = self._observed[named.get(piece.parameter, "")]
+            seen["rows"] += rows * piece.W.shape[0]
+            for key, value in sums.items():
+                seen[key] += value[part].sum()
 
     def _finish(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         measuring = self.steps % self.every == 0
         self.steps += 1
         if not measuring:
             return
-        vars(optimizer).pop("observer", None)
+        self._stop_observing()
+        for name, seen in self._observed.items():
+            count = seen.pop("rows")
+            self._measured.get(name, {}).update({key: x / count for key, x in seen.items()})
         for name, (p, _group) in self._parameters().items():
             after = self._matrices(name, p)
             pairs = zip(self._before.pop(name), after, strict=True)

@@ -108,9 +108,11 @@ def plan(
     for name, p in named:
         role = roles[name]
         own_cuts = _own_cuts(name, role, cuts)
-        if "algorithm" in extra.get(name, {}):
+        twice = {"algorithm", *own_cuts, *role.values}.intersection(extra.get(name, {}))
+        if twice:
             raise ValueError(
-                f"overrides sets algorithm of '{name}': use matrix=[...] or adamw=[...] for that"
+                f"overrides sets {', '.join(sorted(twice))} of '{name}', which is settled already: "
+                "use matrix=, adamw=, stacks=, transposed=, blocks= or column_blocks= for that"
             )
         values = {**role.values, **own_cuts, **rates[role.algorithm], **extra.get(name, {})}
         values["algorithm"] = role.algorithm
@@ -138,6 +140,10 @@ def _declared(
     turned = patterns.lookup("transposed", [(pattern, True) for pattern in transposed])
     for name in turned:
         role = rules.get(name, Role("matrix", "declared transposed"))
+        if role.algorithm == "adamw":
+            raise ValueError(
+                f"'{name}' is in adamw= and in transposed=: AdamW needs no orientation"
+            )
         rules[name] = Role(role.algorithm, role.reason, {**role.values, "transposed": True})
     return rules
 
@@ -156,7 +162,7 @@ def _describe_cut(group: Mapping[str, Any]) -> str:
     parts = [group["view"]] if "view" in group else []
     parts += ["transposed"] if group.get("transposed") else []
     for key, word in (("blocks", "rows"), ("column_blocks", "columns")):
-        if key in group:
+        if group.get(key) is not None:
             cut = group[key]
             parts.append(f"{cut} x {word}" if isinstance(cut, int) else f"{word} {list(cut)}")
     return ", ".join(parts) or "whole"

@@ -20,6 +20,7 @@ EMBEDDING_NAMES = frozenset(
 ROUTER_NAMES = frozenset(("router",))
 GATE_NAMES = frozenset(("gate", "wg"))  # a router where experts stand beside it, else a GLU's gate
 RNN_GATES = {"LSTM": 4, "GRU": 3, "RNN_TANH": 1, "RNN_RELU": 1}
+NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -44,6 +45,10 @@ def find_roles(
     unknown: list[str] = []
     for name, p in named:
         role = declared.get(name)
+        if role is not None and head not in (None, "auto") and name in heads:
+            raise ValueError(
+                f"'{name}' is named by head= and declared as {role.algorithm}: say it once"
+            )
         if role is not None and role.algorithm == "matrix":
             structure = {} if "view" in role.values else _structure(owners[p][0])
             role = Role("matrix", role.reason, {**structure, **role.values})
@@ -60,8 +65,7 @@ def find_roles(
             f"plan cannot judge {', '.join(unknown)}: declare each with matrix=[...] (a hidden "
             "matrix, out x in), transposed=[...] (in x out), stacks=[...] (experts) or adamw=[...]"
         )
-    settled = heads or any(role.algorithm == "adamw" for role in declared.values())
-    if head == "auto" and not settled:
+    if head == "auto" and not heads:
         raise ValueError(
             f"plan finds no output head in {type(model).__name__}: name it with head='pattern', or "
             "pass head=None if it has none or shares the embedding's weight"
@@ -126,7 +130,9 @@ def _judge(name: str, p: Tensor, owners: list[Owner], model: nn.Module) -> Role 
         return Role("adamw", "embedding")
     if p.ndim < 2:
         return Role("adamw", "vector" if p.ndim else "scalar")
-    path, module, _ = owners[0]
+    path, module, own = owners[0]
+    if isinstance(module, NORMS) or own in ("bias_k", "bias_v"):
+        return Role("adamw", "norm" if isinstance(module, NORMS) else "bias")
     if isinstance(module, nn.Linear):
         return Role("adamw", "router") if _is_router(path, model) else Role("matrix", "hidden")
     if isinstance(module, CONVOLUTIONS) and 1 < module.groups == module.in_channels:

@@ -16,7 +16,8 @@ def round_stochastically(X: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
     """X (..., m, n) in float32 to `dtype`; the same seed gives the same result.
 
     The noise is a hash of (seed, row, column), not a generator's state: nothing to save, replicas
-    agree, a resumed run repeats it, and torch's own random numbers are left alone.
+    agree, a resumed run repeats it, and torch's own random numbers are left alone. All matrices of
+    a step share it, in whatever order they come; their remainders and signs do not.
     """
     m, n = X.shape[-2:]
     row = torch.arange(m, device=X.device, dtype=torch.int64).unsqueeze(-1)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from angular_muown.placement import store, whole
-from angular_muown.rounding import round_stochastically
+from angular_muown.rounding import DROPPED_BITS, round_stochastically
 from angular_muown.stages.charts import Rows
 
 VIEWS = ("matrix", "stack", "conv")
@@ -28,7 +28,9 @@ def block_sizes(total: int, cut: Cut) -> list[int]:
         if cut < 1 or total % cut:
             raise ValueError(f"{total} does not divide into {cut} equal blocks")
         return [total // cut] * cut
-    if min(cut, default=0) < 1 or sum(cut) != total:
+    if min(cut, default=0) < 1:
+        raise ValueError(f"block sizes {list(cut)} must all be at least 1")
+    if sum(cut) != total:
         raise ValueError(f"block sizes {list(cut)} add up to {sum(cut)}, not to {total}")
     return list(cut)
 
@@ -135,28 +137,24 @@ class Stack:
     def counts(self) -> list[int]:
         return [piece.W.shape[0] for piece in self.pieces]
 
-    @property
-    def W(self) -> Tensor:
+    def gather_W(self) -> Tensor:
         return self._gather([piece.W for piece in self.pieces])
 
-    @property
-    def G(self) -> Tensor:
+    def gather_G(self) -> Tensor:
         G = self._gather([piece.G for piece in self.pieces])
         return -G if self.maximize else G
 
-    @property
-    def M(self) -> Tensor:
+    def gather_M(self) -> Tensor:
         return self._gather([piece.M for piece in self.pieces])
 
-    @property
-    def rows(self) -> Rows:
+    def gather_rows(self) -> Rows:
         names = self.pieces[0].rows
         return {name: self._gather([piece.rows[name] for piece in self.pieces]) for name in names}
 
     def write(self, W: Tensor, M: Tensor, rows: Rows) -> None:
         """Put results where they belong; the last thing that happens in a step."""
         dtype = self.pieces[0].W.dtype
-        if self.noise is not None and dtype != W.dtype:
+        if self.noise is not None and dtype in DROPPED_BITS:
             W = round_stochastically(W, dtype, self.noise)
         self._scatter([piece.W for piece in self.pieces], W)
         self._scatter([piece.M for piece in self.pieces], M)
@@ -183,7 +181,8 @@ class Leaf:
         if "master" in self.state:
             master = whole(self.state["master"])
             # Where the weight is not its master's rounding, somebody changed it: the weight wins.
-            self.working = torch.where(master.to(p.dtype) == p, master, p.to(master.dtype))
+            healed = torch.where(master.to(p.dtype) == p, master, p.to(master.dtype))
+            self.working = healed.contiguous()  # it would take over the weight's strides
         elif self.layout.view == "matrix" or p.is_contiguous():
             self.working = p
         else:  # such as a channels_last convolution: matrices of it are no views

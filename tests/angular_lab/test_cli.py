@@ -1,6 +1,10 @@
 """The command line: what a user types, what comes back, and what a slip of the pen gets."""
 
 import json
+import os
+import subprocess
+import sys
+import time
 from dataclasses import fields
 
 import pytest
@@ -71,12 +75,22 @@ def test_recipes_lists_them(capsys) -> None:
     [
         (["train", "nanoo"], "unknown recipe 'nanoo': did you mean nano?"),
         (["train", "nano", "step=3"], "unknown key 'step'; did you mean steps?"),
-        (["train", "nano", "optim.rl=3"], "unknown key 'optim.rl'; did you mean lr?"),
+        (["train", "nano", "optim.rl=3"], "unknown key 'optim.rl'; did you mean optim.lr?"),
+        (["train", "nano", "lr=3"], "unknown key 'lr'; did you mean optim.lr?"),
         (["train", "nano", "steps=many"], "steps=many: steps wants a whole number"),
         (["train", "nano", "optim.lr=fast"], "optim.lr wants a number"),
         (["train", "nano", "compile=maybe"], "compile wants true or false"),
         (["train", "nano", "optim=muon"], "'optim' has parts"),
-        (["train", "nano", "steps.x=1"], "steps is a plain value"),
+        (["train", "nano", "steps.x=1"], "unknown key 'steps.x'"),
+        (["train", "nano", "steps=-3"], "steps=-3: it must be at least 1"),
+        (["train", "nano", "steps=inf"], "steps wants a whole number"),
+        (["train", "nano", "keep=0"], "keep=0: it must be at least 1"),
+        (["train", "nano", "precision=fp16"], "precision=fp16: it must be bf16 or fp32"),
+        (["train", "nano", "on_nan=foo"], "on_nan=foo: it must be stop or skip"),
+        (["train", "nano", "parallel=magic"], "parallel=magic: it must be ddp or fsdp"),
+        (["train", "nano", "pins=abc"], "pins=abc: write steps"),
+        (["train", "nano", "schedule.kind=up"], "schedule.kind=up: it must be wsd"),
+        (["trunk", "nano", "--horizons", "2"], "a cool-down of 0.2 of 2 steps"),
         (["train", "nano", "faster"], "'faster' is no override: write key=value"),
         (["train", "nano", "data=nowhere"], "no such folder"),
         (["sample", "nowhere", "x"], "no run folder"),
@@ -84,12 +98,48 @@ def test_recipes_lists_them(capsys) -> None:
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments, words, capsys, tmp_path) -> None:
-    extra = ["--out", str(tmp_path / "run")] if arguments[0] == "train" else []
+    extra = ["--out", str(tmp_path / "run")] if arguments[0] in ("train", "trunk") else []
     assert main([*arguments, *extra]) == 2
     error = capsys.readouterr().err
     assert words in error
     assert error.startswith("error: ")
     assert "Traceback" not in error
+
+
+def test_settings_may_stand_behind_options(data, tmp_path) -> None:
+    out = tmp_path / "run"
+    assert main(["train", "nano", "--out", str(out), f"data={data}", *SMALL]) == 0
+    with pytest.raises(SystemExit):
+        main(["train", "nano", "--outt", str(out), "steps=1"])
+
+
+def test_a_start_that_failed_leaves_the_folder_free(data, tmp_path) -> None:
+    out = tmp_path / "run"
+    assert main(["train", "nano", "data=nowhere", *SMALL, "--out", str(out)]) == 2
+    assert main(["train", "nano", f"data={data}", *SMALL, "--out", str(out)]) == 0
+
+
+def test_sigterm_leaves_with_code_75(data, tmp_path) -> None:
+    out = tmp_path / "run"
+    command = ["train", "nano", f"data={data}", *SMALL, "steps=100000", "save_every=0"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "angular_lab", *command, "--out", str(out)],
+        stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not (out / "metrics.jsonl").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.terminate()
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert "preempted: saved at step" in error
+    assert len(list((out / "checkpoints").iterdir())) == 1
+
+
+def test_git_is_not_needed(data, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert main(["train", "nano", f"data={data}", *SMALL, "--out", str(tmp_path / "run")]) == 0
 
 
 def test_an_unknown_optimizer_is_told_the_known_ones(data, tmp_path, capsys) -> None:

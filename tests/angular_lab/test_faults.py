@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import re
 import resource
 from pathlib import Path
 
@@ -69,7 +68,7 @@ def test_weights_that_are_not_finite_are_never_saved(data, tmp_path, monkeypatch
                 self.model.layers[0].mlp.down.weight[0, 0] = torch.inf
 
     monkeypatch.setattr(Trainer, "update", spoil)
-    with pytest.raises(NotFinite, match=r"not saved; the newest checkpoint is step 4"):
+    with pytest.raises(NotFinite, match=r"not saved. The newest checkpoint is step 4"):
         train(tiny(data, log_every=1000, eval_every=0, angle_every=0), tmp_path / "run")
 
 
@@ -130,27 +129,75 @@ def test_vocabulary_and_data_have_to_fit(data, tmp_path) -> None:
         train(tiny(data, batch=10**9), tmp_path / "c")
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"parallel": "magic"}, None),
-        ({"loggers": "paper"}, "'paper' is not one of tensorboard"),
-    ],
-)
-def test_settings_that_mean_nothing(data, tmp_path, values, words) -> None:
-    if words is None:  # only looked at with several ranks
-        train(tiny(data, steps=1, **values), tmp_path / "run")
-        return
-    with pytest.raises(ValueError, match=re.escape(words)):
-        train(tiny(data, steps=1, **values), tmp_path / "run")
+def test_an_unknown_logger(data, tmp_path) -> None:
+    with pytest.raises(ValueError, match="'paper' is not one of tensorboard"):
+        train(tiny(data, steps=1, loggers="paper"), tmp_path / "run")
+
+
+def test_tensorboard_gets_the_numbers(data, tmp_path) -> None:
+    train(tiny(data, steps=2, loggers="tensorboard"), tmp_path / "run")
+    assert list((tmp_path / "run").glob("events.out.tfevents.*"))
+
+
+def _spoil_gradient(monkeypatch, at: int) -> None:
+    """The loss of step `at` is finite, one entry of its gradient is not."""
+    forward_backward = Trainer.forward_backward
+
+    def spoil(self, tokens, targets):
+        loss = forward_backward(self, tokens, targets)
+        if self.step + 1 == at:
+            self.model.layers[1].mlp.down.weight.grad[0, 0] = torch.inf
+        return loss
+
+    monkeypatch.setattr(Trainer, "forward_backward", spoil)
+
+
+def test_a_gradient_that_is_not_finite_stops_and_is_not_saved(data, tmp_path, monkeypatch) -> None:
+    _spoil_gradient(monkeypatch, at=6)
+    with pytest.raises(NotFinite, match=r"step 4") as error:
+        train(tiny(data), tmp_path / "run")
+    assert "gradient of step 6" in str(error.value) or "loss of step 7" in str(error.value)
+    assert checkpoint.steps(tmp_path / "run" / "checkpoints") == [4]
+
+
+def test_a_gradient_that_is_not_finite_can_be_skipped(data, tmp_path, monkeypatch) -> None:
+    _spoil_gradient(monkeypatch, at=6)
+    train(tiny(data, on_nan="skip"), tmp_path / "run")
+    parsed = [json.loads(line) for line in lines(tmp_path / "run")]
+    assert parsed[-1]["skipped"] == 1
+    assert parsed[5]["grad_norm"] is None
+    assert all(line["loss"] < 7 for line in parsed)
+
+
+def test_validation_shorter_than_a_sequence(data, tmp_path) -> None:
+    spec = tiny(data)
+    long = type(spec.model)(**{**spec.model.__dict__, "sequence": 250_000})
+    with pytest.raises(ValueError, match=r"validation split .* is shorter than one sequence"):
+        train(tiny(data, model=long, batch=1), tmp_path / "run")
+
+
+def test_a_line_that_does_not_fit_on_the_disk_is_taken_back(tmp_path) -> None:
+    run = RunDir(tmp_path)
+    run.append(run.metrics_path, {"step": 1})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, before[1]))
+    try:
+        with pytest.raises(OSError, match="full"):
+            run.append(run.metrics_path, {"step": 2, "loss": 1.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    run.append(run.metrics_path, {"step": 3})
+    assert [line["step"] for line in run.read_metrics()] == [1, 3]
 
 
 def test_branching_from_a_step_that_was_not_kept(data, tmp_path) -> None:
     train(tiny(data), tmp_path / "run")
-    with pytest.raises(ValueError, match=r"no checkpoint at step 5: it keeps \[8, 12\]; pin"):
+    with pytest.raises(ValueError, match=r"no checkpoint at step 5: it keeps \[8, 9, 12\]; pin"):
         branch_spec(RunDir(tmp_path / "run"), 5, 2)
     with pytest.raises(ValueError, match="at least one"):
-        branch_spec(RunDir(tmp_path / "run"), 8, 0)
+        branch_spec(RunDir(tmp_path / "run"), 9, 0)
+    with pytest.raises(ValueError, match=r"step 12 .* lies in its cool-down, which starts at 9"):
+        branch_spec(RunDir(tmp_path / "run"), 12, 2)
     with pytest.raises(ValueError, match="no run folder"):
         branch_spec(RunDir(tmp_path), 8, 2)
 

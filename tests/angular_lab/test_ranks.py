@@ -70,6 +70,19 @@ def test_other_optimizers_shard_too(data, tmp_path, optimizer, lr) -> None:
     assert _losses(tmp_path / "sharded") == pytest.approx(_losses(tmp_path / "alone"), abs=1e-5)
 
 
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_uneven_evaluation_angles_and_micro_batches(data, tmp_path, parallel) -> None:
+    """Five windows in batches of two on two ranks: one rank has nothing left to evaluate."""
+    values = {"steps": 6, "eval_tokens": 160, "eval_every": 3, "angle_every": 2, "micro_batch": 1}
+    spec = tiny(data, parallel=parallel, **values)
+    train(spec, tmp_path / "alone")
+    train_on(2, spec, tmp_path / "two")
+    for a, b in zip(lines(tmp_path / "alone"), lines(tmp_path / "two"), strict=True):
+        one, two = json.loads(a), json.loads(b)
+        assert one.keys() == two.keys()
+        assert list(two.values()) == pytest.approx(list(one.values()), rel=1e-3, abs=1e-4)
+
+
 def test_torchrun(data, tmp_path, alone) -> None:
     """The command of the README, with real torchrun."""
     spec = spec_of(data)

@@ -126,8 +126,11 @@ def test_add_param_group(optimizer) -> None:
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)
-def test_a_tensor_learning_rate_is_the_same_number(optimizer) -> None:
-    (a, opt_a), (b, opt_b) = make(optimizer), make(optimizer, lr=torch.tensor(0.01))
+@pytest.mark.parametrize(
+    "lr", [torch.tensor(0.01), torch.tensor([0.01]), torch.tensor(0.01, dtype=torch.float64)]
+)
+def test_a_tensor_learning_rate_is_the_same_number(optimizer, lr) -> None:
+    (a, opt_a), (b, opt_b) = make(optimizer), make(optimizer, lr=lr)
     train(a, opt_a, 3)
     train(b, opt_b, 3)
     for p, q in zip(a.parameters(), b.parameters(), strict=True):

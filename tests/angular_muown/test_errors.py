@@ -69,6 +69,12 @@ def test_an_option_of_another_member_is_refused() -> None:
         Muon([{"params": [parameter(4, 6)], "radius_lr": 0.1}])
 
 
+def test_radius_lr_says_nothing_about_adamw_groups() -> None:
+    groups = [{"params": [parameter(4, 6)]}]
+    groups.append({"params": [parameter(4)], "algorithm": "adamw", "lr": 0.0})
+    AngularMuown(groups, lr=0.02, radius_lr=0.004)
+
+
 def test_radius_lr_needs_an_lr_to_follow() -> None:
     with pytest.raises(ValueError, match="lr must start above 0"):
         AngularMuown([parameter(4, 6)], lr=0.0, radius_lr=0.1)
@@ -115,7 +121,7 @@ def test_unnamed_parameters_are_told_by_their_place() -> None:
     [
         ({"blocks": 5}, "12 does not divide into 5 equal blocks"),
         ({"blocks": [4, 4]}, "add up to 8, not to 12"),
-        ({"blocks": [12, 0]}, "add up to 12|12, 0"),
+        ({"blocks": [12, 0]}, "must all be at least 1"),
         ({"column_blocks": 4}, "6 does not divide into 4"),
         ({"blocks": 0}, "blocks=0"),
         ({"blocks": []}, "blocks="),
@@ -167,6 +173,37 @@ def test_state_of_another_member_is_refused_and_nothing_changes() -> None:
         with pytest.raises(ValueError, match=f"saved by .*{who}"):
             angular.load_state_dict(saved)
     assert all(torch.equal(angular.state[p][k], v) for k, v in before.items())
+
+
+@pytest.mark.parametrize(
+    ("key", "there", "here"),
+    [("blocks", 2, 3), ("column_blocks", 2, None), ("algorithm", "matrix", "adamw")],
+)
+def test_state_of_another_cut_or_algorithm_is_refused(key, there, here) -> None:
+    p = parameter(6, 6)
+    saved = AngularMuown([{"params": [p], key: there}])
+    run(saved, [p], 1)
+    other = AngularMuown([{"params": [p], key: here}])
+    with pytest.raises(ValueError, match=f"saved with {key}={there!r}, but has {key}={here!r}"):
+        other.load_state_dict(saved.state_dict())
+
+
+def test_a_list_and_a_tuple_are_the_same_cut() -> None:
+    p = parameter(4, 6)
+    saved = AngularMuown([{"params": [p], "blocks": (2, 2)}]).state_dict()
+    AngularMuown([{"params": [p], "blocks": [2, 2]}]).load_state_dict(saved)
+
+
+def test_a_subclass_loads_its_parents_state_and_groups_change_hands() -> None:
+    class Mine(AngularMuown):
+        pass
+
+    p = parameter(4, 6)
+    Mine([p]).load_state_dict(AngularMuown([p]).state_dict())
+    muon = Muon([p])
+    values = {k: v for k, v in muon.param_groups[0].items() if k in ("params", "family", "lr")}
+    taken = AngularMuown([values])
+    taken.load_state_dict(taken.state_dict())
 
 
 def test_state_of_another_shape_is_refused() -> None:

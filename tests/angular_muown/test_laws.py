@@ -271,6 +271,28 @@ def test_the_direction_ignores_the_size_of_the_gradient(optimizer: type[Engine],
     torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("optimizer", FAMILY)
+@pytest.mark.parametrize("size", [1e20, 1e30])
+def test_one_spike_leaves_no_scar(optimizer: type[Engine], size) -> None:
+    """The square of such a gradient overflows float32; the weights must stay finite for good."""
+    p = parameter(4, 6, dtype=torch.float32)
+    opt = optimizer([p], lr=0.01)
+    for t in range(6):
+        p.grad = noise(4, 6, seed=t, dtype=torch.float32) * (size if t == 1 else 1.0)
+        opt.step()
+        assert p.isfinite().all()
+
+
+@pytest.mark.parametrize("optimizer", WITH_RADII)
+def test_no_eps_and_no_gradient_is_no_division_by_zero(optimizer: type[Engine]) -> None:
+    p = parameter(4, 6)
+    opt = optimizer([p], eps=0.0)
+    p.grad = noise(4, 6, seed=1)
+    p.grad[2] = 0
+    opt.step()
+    assert p.isfinite().all()
+
+
 @pytest.mark.parametrize("factor", [3.0, 0.2])
 def test_log_adam_is_free_of_scale(factor) -> None:
     """Rows and gradients in other units: the relative change of a length stays the same."""

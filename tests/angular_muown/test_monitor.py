@@ -93,7 +93,7 @@ def test_every_k_steps_and_no_trace_between_or_after() -> None:
     for _ in range(7):
         train(model, opt)
         measured.append(bool(monitor.read()))
-        assert "observer" not in vars(opt)
+        assert not opt.observers
         assert not monitor._before
     assert measured == [True, False, False, True, False, False, True]
     monitor.close()
@@ -112,6 +112,40 @@ def test_a_parameter_without_gradient_is_measured_at_rest() -> None:
     assert values["angle_mean/layers.0.up.weight"] == 0
     assert "radial_mean/layers.0.up.weight" not in values
     assert values["angle_mean"] > 0
+
+
+def test_unequal_blocks_are_weighed_by_their_rows() -> None:
+    model = nn.Linear(40, 48, bias=False, dtype=torch.float64)
+    opt = AngularMuown([{"params": model.parameters(), "blocks": [32, 12, 4]}], lr=0.01)
+    monitor = AngleMonitor(model, opt)
+    seen = []
+    opt.observers = (lambda stack, U, Q: seen.append((Q * U).sum(-1).abs().flatten()),)
+    model.weight.grad = noise(48, 40, seed=1)
+    opt.step()
+    assert monitor.read()["radial_mean"] == pytest.approx(torch.cat(seen).mean().item())
+
+
+def test_a_step_that_raised_leaves_no_trace() -> None:
+    model = tiny_lm()
+    opt = AngularMuown(plan(model), lr=0.01)
+    monitor = AngleMonitor(model, opt)
+    loss_of(model).backward()
+    model.embedding.weight.grad = model.embedding.weight.grad.to_sparse()
+    with pytest.raises(ValueError, match="sparse"):
+        opt.step()
+    assert monitor.read() == {}
+    monitor.close()
+    assert not opt.observers
+
+
+def test_two_monitors_measure_alike() -> None:
+    model = tiny_lm()
+    opt = AngularMuown(plan(model), lr=0.01)
+    monitors = [AngleMonitor(model, opt), AngleMonitor(model, opt)]
+    train(model, opt)
+    a, b = (monitor.read() for monitor in monitors)
+    assert a == b
+    assert "radial_mean" in a
 
 
 def test_it_changes_nothing() -> None:

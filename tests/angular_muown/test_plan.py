@@ -163,6 +163,24 @@ def test_one_plan_serves_several_optimizers() -> None:
     assert all(group["family"] == "Muon" and group["lr"] == 0.01 for group in muon.param_groups)
 
 
+def test_norms_and_attention_biases_with_more_dimensions() -> None:
+    model = nn.ModuleDict(
+        {
+            "norm": nn.LayerNorm((4, 8)),
+            "attention": nn.MultiheadAttention(8, 2, add_bias_kv=True),
+            "head": nn.Linear(8, 2),
+        }
+    )
+    groups = plan(model)
+    assert rules(groups)["norm.weight"] == "adamw"
+    assert rules(groups)["attention.bias_k"] == "adamw"
+    AngularMuown(groups)
+
+
+def test_a_cut_taken_back_prints_too() -> None:
+    assert "whole" in str(plan(tiny_lm(), overrides={"*.up.weight": {"blocks": None}}))
+
+
 def test_transposed_weights() -> None:
     groups = plan(tiny_lm(), transposed=["*.up.weight"])
     assert values_of(groups, "layers.0.up.weight")["transposed"] is True
@@ -196,6 +214,12 @@ class Bare(nn.Module):
         ({"blocks": {"embedding.weight": 2}}, "goes to AdamW"),
         ({"matrix": ["*.up.weight"], "adamw": ["*.up.weight"]}, "is matched by"),
         ({"overrides": {"*.up.weight": {"algorithm": "adamw"}}}, "use matrix="),
+        (
+            {"blocks": {"*.qkv.weight": 3}, "overrides": {"*.qkv.weight": {"blocks": 2}}},
+            "settled already",
+        ),
+        ({"head": "lm_head.*", "matrix": ["lm_head.weight"]}, "say it once"),
+        ({"adamw": ["*.up.weight"], "transposed": ["*.up.weight"]}, "needs no orientation"),
     ],
 )
 def test_patterns_that_do_not_fit(arguments, words) -> None:
@@ -215,7 +239,8 @@ def test_a_model_without_a_visible_head_has_to_say_so() -> None:
         plan(mlp)
     assert rules(plan(mlp, head="2.*"))["2.weight"] == "adamw"
     assert rules(plan(mlp, head=None))["2.weight"] == "matrix"
-    assert rules(plan(mlp, adamw=["2.weight"]))["0.weight"] == "matrix"
+    with pytest.raises(ValueError, match="finds no output head"):
+        plan(mlp, adamw=["0.weight"])  # says nothing about the head
 
 
 def test_blocks_that_do_not_divide_are_caught_by_the_optimizer() -> None:

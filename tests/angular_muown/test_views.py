@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from angular_muown.views import Layout, block_sizes
-from tests.angular_muown.family import FAMILY, noise, parameter, run
+from tests.angular_muown.family import FAMILY, noise, parameter, pull, run
 
 LAYOUTS = [
     (Layout(), (7, 5)),
@@ -58,13 +58,9 @@ def test_stacked_is_looped_bit_for_bit(optimizer, orthogonalize, dtype) -> None:
     run(optimizer(together, **values), together, 12)
     singles = [optimizer([p], **values) for p in alone]
     for i, (opt, p) in enumerate(zip(singles, alone, strict=True)):
-        run(opt, [p], 12, gradient=lambda p, _, t, i=i: _gradient(p, i, t))
+        run(opt, [p], 12, gradient=lambda p, _, t, i=i: pull(p, i, t))
     for p, q in zip(together, alone, strict=True):
         assert torch.equal(p, q)
-
-
-def _gradient(p: nn.Parameter, index: int, t: int) -> torch.Tensor:
-    return noise(*p.shape, seed=1000 * t + index, dtype=p.dtype) + 0.1 * p.detach()
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)
@@ -95,12 +91,15 @@ def test_a_stack_is_its_matrices_one_by_one(optimizer) -> None:
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)
-def test_memory_format_does_not_matter(optimizer) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "write_back"), [(torch.float64, "stochastic"), (torch.bfloat16, "master")]
+)
+def test_memory_format_does_not_matter(optimizer, dtype, write_back) -> None:
     """A channels_last convolution and a weight that is a transposed view are written in place."""
-    plain = parameter(6, 4, 3, 3)
+    plain = parameter(6, 4, 3, 3, dtype=dtype)
     last = nn.Parameter(plain.detach().clone(memory_format=torch.channels_last))
-    turned = nn.Parameter(parameter(5, 7).detach().t().contiguous().t())
-    straight = parameter(5, 7)
+    straight = parameter(5, 7, dtype=dtype)
+    turned = nn.Parameter(straight.detach().t().contiguous().t())
     assert not last.is_contiguous()
     assert not turned.is_contiguous()
     for p, values in (
@@ -109,9 +108,12 @@ def test_memory_format_does_not_matter(optimizer) -> None:
         (straight, {}),
         (turned, {}),
     ):
-        run(optimizer([{"params": [p], **values}], lr=0.02), [p], 5)
-    torch.testing.assert_close(last, plain, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(turned, straight, rtol=1e-9, atol=1e-12)
+        before = p.detach().clone()
+        run(optimizer([{"params": [p], **values}], lr=0.02, write_back=write_back), [p], 5)
+        assert not torch.equal(p, before)
+    close = {torch.float64: 1e-9, torch.bfloat16: 1e-2}[dtype]
+    torch.testing.assert_close(last, plain, rtol=close, atol=close)
+    torch.testing.assert_close(turned, straight, rtol=close, atol=close)
     assert last.is_contiguous(memory_format=torch.channels_last)
 
 

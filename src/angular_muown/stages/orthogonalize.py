@@ -33,7 +33,8 @@ def polar_express(X: Tensor) -> Tensor:
 
 
 def newton_schulz(X: Tensor) -> Tensor:
-    """Five steps of the fixed quintic: singular values end in about [0.7, 1.2]."""
+    """Five steps of the fixed quintic: singular values above about 0.01 of the norm end between
+    0.7 and 1.2, smaller ones below."""
     return _on_short_side(X, lambda X: _iterate(X, QUINTIC), 1.0)
 
 
@@ -70,8 +71,8 @@ ORTHOGONALIZERS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def iteration_dtype(X: Tensor) -> torch.dtype:
-    """bf16 on an accelerator, as published; float32 on the CPU, where it is the faster of the two
-    (by 2x with AVX512-BF16 and more without); float64 stays, so that references can be met."""
+    """bf16 on an accelerator, as published; float32 on the CPU, where products in bf16 are slower;
+    float64 stays, so that references can be met."""
     if X.dtype == torch.float64:
         return torch.float64
     return torch.float32 if X.device.type == "cpu" else torch.bfloat16

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from angular_muown.stages.charts import Rows
+from angular_muown.stages.charts import Rows, nonzero
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -18,9 +18,10 @@ def adam_direction(
     beta1, beta2 = betas
     # A row at zero takes a new direction (see polar_coordinates): its first moment has no past.
     past = torch.where(g == 0, torch.zeros_like(g), rows["exp_avg"])
-    rows["exp_avg"] = m = torch.lerp(r, past, beta1)
-    rows["exp_avg_sq"] = v = torch.lerp(r.square(), rows["exp_avg_sq"], beta2)
-    return m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + eps)
+    # Not by lerp, which makes inf - inf of a square that overflowed once.
+    rows["exp_avg"] = m = beta1 * past + (1 - beta1) * r
+    rows["exp_avg_sq"] = v = beta2 * rows["exp_avg_sq"] + (1 - beta2) * r.square()
+    return m / (1 - beta1**t) / nonzero((v / (1 - beta2**t)).sqrt() + eps)
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class LogAdam:
 
 
 class Fixed:
-    """g stays: only the directions learn."""
+    """g stays: only the directions learn. A row at zero stays there."""
 
     rows = ()
     signed = False
