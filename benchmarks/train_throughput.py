@@ -68,6 +68,10 @@ def measure(
             loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
+    def without_optimizer() -> None:
+        gradients()
+        opt.zero_grad()
+
     def step() -> None:
         gradients()
         opt.step()
@@ -81,7 +85,7 @@ def measure(
     first = time.perf_counter() - start
     clock(step, arguments.warmup, device)
     full = median(clock(step, arguments.steps, device))
-    plain = median(clock(gradients, arguments.steps, device))
+    plain = median(clock(without_optimizer, arguments.steps, device))
     tokens_per_step = passes * sequences * spec.model.sequence
     rate = tokens_per_step / full
     peak = peak_flops(device)

@@ -5,7 +5,7 @@ Exit codes: 0 done, 2 bad input, 3 loss not finite, 75 preempted (saved: run aga
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from angular_lab.overrides import count, override
@@ -121,6 +121,24 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(function=function)
         return sub
 
+    _add_runs(add)
+    sub = add("show", show, "print a run before it runs", "recipe")
+    sub.add_argument("overrides", nargs="*", metavar="key=value")
+    sub = add("sample", sample, "text from a run", "run", "prompt")
+    sub.add_argument("--length", type=int, default=200)
+    sub.add_argument("--temperature", type=float, default=0.8)
+    sub.add_argument("--seed", type=int, default=0)
+    sub = add("export", export, "weights in the layout of Hugging Face transformers", "run")
+    sub.add_argument("--out", type=Path, required=True)
+    _add_prepare(add("prepare", prepare, "text to token shards"))
+    sub = add("demo", demo, "four optimizers on text this machine has, and a report")
+    sub.add_argument("--out", type=Path, default=Path("demo"))
+    sub.add_argument("--steps", type=int, default=0)
+    add("recipes", recipes, "list the named runs")
+    return parser
+
+
+def _add_runs(add: Callable[..., argparse.ArgumentParser]) -> None:
     for name, function, summary, first in (
         ("train", train, "train a recipe", "recipe"),
         ("branch", branch, "cool down from a step that a run kept", "run"),
@@ -138,20 +156,6 @@ def _parser() -> argparse.ArgumentParser:
         if name == "trunk":
             sub.add_argument("--horizons", required=True, help="steps, comma-separated")
             sub.add_argument("--decay", type=float, help="share of each; default: the recipe's")
-    sub = add("show", show, "print a run before it runs", "recipe")
-    sub.add_argument("overrides", nargs="*", metavar="key=value")
-    sub = add("sample", sample, "text from a run", "run", "prompt")
-    sub.add_argument("--length", type=int, default=200)
-    sub.add_argument("--temperature", type=float, default=0.8)
-    sub.add_argument("--seed", type=int, default=0)
-    sub = add("export", export, "weights in the layout of Hugging Face transformers", "run")
-    sub.add_argument("--out", type=Path, required=True)
-    _add_prepare(add("prepare", prepare, "text to token shards"))
-    sub = add("demo", demo, "four optimizers on text this machine has, and a report")
-    sub.add_argument("--out", type=Path, default=Path("demo"))
-    sub.add_argument("--steps", type=int, default=0)
-    add("recipes", recipes, "list the named runs")
-    return parser
 
 
 def _add_prepare(sub: argparse.ArgumentParser) -> None:

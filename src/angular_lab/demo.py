@@ -1,6 +1,7 @@
 """`make demo`: four optimizers on text that this machine has, and a page to look at."""
 
 import sys
+import webbrowser
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,4 +54,7 @@ def run_demo(out: Path, steps: int = 0) -> Path:
         ("A sample before training", before),
         (f"... and after, by {RUNS[-1][0]}", after),
     ]
-    return write_report(folders, out, "Four optimizers on Python's standard library", texts)
+    page = write_report(folders, out, "Four optimizers on Python's standard library", texts)
+    if sys.stdout.isatty():
+        webbrowser.open(page.resolve().as_uri())
+    return page

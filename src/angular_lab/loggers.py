@@ -30,7 +30,9 @@ class Tracker:
 
     def __init__(self, module: str, spec: Spec, run: RunDir) -> None:
         self.module = _import(module, module)
-        self.module.init(project="angular-lab", name=run.path.name, config=spec.to_dict())
+        name = run.path.name
+        resume = {"id": name, "resume": "allow"} if module == "wandb" else {"resume": "allow"}
+        self.module.init(project="angular-lab", name=name, config=spec.to_dict(), **resume)
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         self.module.log(values, step=step)

@@ -6,11 +6,10 @@ from itertools import chain, islice
 from pathlib import Path
 
 from angular_lab.corpus import documents, hf_documents
-from angular_lab.prepare import prepare
+from angular_lab.prepare import TOKENIZER, prepare
 from angular_lab.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
 TRAINING_DOCUMENTS = 20_000  # enough for a vocabulary of tens of thousands
-SAVED = "tokenizer.json"
 
 
 def prepare_from(arguments: argparse.Namespace) -> Path:
@@ -44,7 +43,7 @@ def _tokenizer(arguments: argparse.Namespace) -> Tokenizer:
         return load_tokenizer(arguments.tokenizer)
     if not size.isdigit():
         raise ValueError(f"--tokenizer {arguments.tokenizer}: write train:16384")
-    vocabulary, saved = int(size), arguments.out / SAVED
+    vocabulary, saved = int(size), arguments.out / TOKENIZER
     if saved.exists():
         before = load_tokenizer(str(saved))
         if before.vocabulary == vocabulary:

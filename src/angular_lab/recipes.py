@@ -40,7 +40,8 @@ def nano() -> Spec:
 
 
 def small() -> Spec:
-    """Model S of the small-scale protocol: 20.5M parameters, 16,384 tokens a step."""
+    """Model S: 20.5M parameters. 16,384 tokens a step, so that 90M tokens are 5,500 steps and kappa
+    has time to fall."""
     return Spec(
         recipe="s",
         steps=5493,  # 90M tokens

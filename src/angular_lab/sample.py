@@ -6,6 +6,7 @@ import torch
 
 from angular_lab import checkpoint
 from angular_lab.models import LanguageModel, build_model
+from angular_lab.prepare import TOKENIZER
 from angular_lab.ranks import Ranks
 from angular_lab.rundir import RunDir
 from angular_lab.tokenizer import Tokenizer, load_tokenizer
@@ -53,7 +54,7 @@ def load_run(path: Path, device: str = "cpu") -> LanguageModel:
 
 
 def tokenizer_of(data: Path) -> Tokenizer:
-    path = data / "tokenizer.json"
+    path = data / TOKENIZER
     if not path.exists():
-        raise ValueError(f"{data} has no tokenizer.json: text cannot be made from its tokens")
+        raise ValueError(f"{data} has no {TOKENIZER}: text cannot be made from its tokens")
     return load_tokenizer(str(path))

@@ -148,6 +148,17 @@ def test_an_unknown_optimizer_is_told_the_known_ones(data, tmp_path, capsys) -> 
     assert "one of adamw, muon" in capsys.readouterr().err
 
 
+def test_another_column_is_another_corpus(tmp_path, capsys) -> None:
+    source = tmp_path / "docs.jsonl"
+    rows = [{"a": f"first {i} " * 9, "b": f"second {i} " * 9} for i in range(60)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["prepare", str(source), "--tokenizer", "bytes", "--val-fraction", "0.2"]
+    command += ["--out", str(tmp_path / "data"), "--workers", "1"]
+    assert main([*command, "--column", "a"]) == 0
+    assert main([*command, "--column", "b"]) == 2
+    assert "[b]" in capsys.readouterr().err
+
+
 def test_prepare_from_files(tmp_path, capsys) -> None:
     text = tmp_path / "text.txt"
     text.write_text("\n<|endoftext|>\n".join(f"document {i} says hello" for i in range(200)))
