@@ -61,17 +61,31 @@ class RunDir:
             self._lock.close()
             self._lock = None
 
-    def write_spec(self, spec: Spec, versions: dict[str, str]) -> None:
-        content = {"spec": spec.to_dict(), "versions": versions, "git": git_state()}
+    def write_spec(self, spec: Spec, versions: dict[str, str], data: str = "") -> None:
+        """`data` identifies the tokens: the same run cannot go on with others."""
+        content = {
+            "spec": spec.to_dict(),
+            "versions": versions,
+            "git": git_state(),
+            "data": data,
+        }
         write_atomically(self.path / "spec.json", json.dumps(content, indent=2) + "\n")
 
     def read_spec(self) -> Spec:
         try:
-            content = json.loads((self.path / "spec.json").read_text())
-            return Spec.from_dict(content["spec"])
+            return Spec.from_dict(self._content()["spec"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{self.path / 'spec.json'} cannot be read: {error}") from None
+
+    def read_data(self) -> str:
+        return self._content().get("data", "")
+
+    def _content(self) -> dict[str, Any]:
+        try:
+            return json.loads((self.path / "spec.json").read_text())
         except FileNotFoundError:
             raise ValueError(f"{self.path} is no run folder: it has no spec.json") from None
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except json.JSONDecodeError as error:
             raise ValueError(f"{self.path / 'spec.json'} cannot be read: {error}") from None
 
     def append(self, path: Path, values: dict[str, Any]) -> None:

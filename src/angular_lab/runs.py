@@ -1,5 +1,6 @@
 """A run from start to end: fresh, resumed or branched off another."""
 
+import hashlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import torch
 
 import angular_muown
 from angular_lab import checkpoint
+from angular_lab.manifest import MANIFEST
 from angular_lab.overrides import keys
 from angular_lab.prepare import prepare_stdlib
 from angular_lab.ranks import Ranks, start_ranks
@@ -42,15 +44,24 @@ def train(spec: Spec, out: Path, resume: bool = False, device: str = "") -> RunD
             _check_resumable(spec, run, resume)
             if run.done:
                 return run
-        trainer = Trainer(spec, run, ranks, data_folder(spec, ranks))
+        data = data_folder(spec, ranks)
+        if started and run.read_data() != fingerprint(data):
+            raise ValueError(f"{run.path} was started on other tokens than {data} holds now")
+        trainer = Trainer(spec, run, ranks, data)
         ranks.barrier()  # all have looked before one writes
         if ranks.first and not started:  # and only now: a spec that cannot run leaves no run
-            run.write_spec(spec, versions(ranks))
+            run.write_spec(spec, versions(ranks), fingerprint(data))
         _restore(trainer)
         trainer.train()
         return run
     finally:
         run.release()
+
+
+def fingerprint(data: Path) -> str:
+    """Of the manifest, which holds the hashes of all shards; "" for shards without one."""
+    manifest = data / MANIFEST
+    return hashlib.sha256(manifest.read_bytes()).hexdigest() if manifest.exists() else ""
 
 
 def versions(ranks: Ranks) -> dict[str, str]:

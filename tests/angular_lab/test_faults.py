@@ -3,6 +3,7 @@
 import json
 import pickle
 import resource
+import shutil
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,17 @@ def test_an_existing_run_needs_resume_and_the_same_spec(data, tmp_path) -> None:
     before = lines(tmp_path / "run")
     train(tiny(data, steps=2), tmp_path / "run", resume=True)
     assert lines(tmp_path / "run") == before, "a finished run is left alone"
+
+
+def test_a_run_does_not_go_on_with_other_tokens(data, tmp_path) -> None:
+    corpus = tmp_path / "corpus"
+    shutil.copytree(data, corpus)
+    train(tiny(corpus, steps=4), tmp_path / "run")
+    (tmp_path / "run" / "DONE").unlink()
+    manifest = corpus / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("standard library", "other library"))
+    with pytest.raises(ValueError, match="other tokens"):
+        train(tiny(corpus, steps=4), tmp_path / "run", resume=True)
 
 
 def test_vocabulary_and_data_have_to_fit(data, tmp_path) -> None:
