@@ -47,19 +47,24 @@ class RunDir:
     def claim(self) -> None:
         """Take the folder for this process. The kernel drops the lock when the process dies."""
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.path / "LOCK", "w")  # noqa: SIM115  (held for the process's life)
+        lock = open(self.path / "LOCK", "w")  # noqa: SIM115  (held for the process's life)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = lock
         except BlockingIOError:
-            self.release()
+            lock.close()
             raise ValueError(
                 f"{self.path} is in use by another process: wait for it, or choose another --out"
             ) from None
 
     def release(self) -> None:
+        """Let go; a folder in which nothing began is not left behind."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
+            if sorted(self.path.iterdir()) == [self.path / "LOCK"]:
+                (self.path / "LOCK").unlink()
+                self.path.rmdir()
 
     def write_spec(self, spec: Spec, versions: dict[str, str], data: str = "") -> None:
         """`data` identifies the tokens: the same run cannot go on with others."""

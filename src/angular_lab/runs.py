@@ -1,6 +1,7 @@
 """A run from start to end: fresh, resumed or branched off another."""
 
 import hashlib
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,6 +44,8 @@ def train(spec: Spec, out: Path, resume: bool = False, device: str = "") -> RunD
         if started:
             _check_resumable(spec, run, resume)
             if run.done:
+                if ranks.first:
+                    print(f"{run.path} is finished already", file=sys.stderr)
                 return run
         data = data_folder(spec, ranks)
         if started and run.read_data() != fingerprint(data):
@@ -86,6 +89,8 @@ def _restore(trainer: Trainer) -> None:
             raise ValueError(f"{source} is gone: {run.path} cannot start from its parent")
     if source is not None:
         trainer.restore(source)
+        if ranks.first:
+            print(f"{run.path}: going on after step {trainer.step}", file=sys.stderr)
     if ranks.first:
         run.rewind(trainer.step)
         checkpoint.clean(run.checkpoints)

@@ -77,18 +77,19 @@ class Tokens:
             if info.max_id >= self.vocabulary:
                 raise ValueError(
                     f"{self.folder / info.name} holds id {info.max_id}, but "
-                    f"vocabulary={self.vocabulary}; its tokenizer has {manifest.vocabulary} entries"
+                    f"vocabulary={self.vocabulary}: set model.vocabulary={manifest.vocabulary}"
                 )
         if manifest.vocabulary > self.vocabulary:
             raise ValueError(
                 f"the tokenizer of {self.folder} has {manifest.vocabulary} entries, but "
-                f"vocabulary={self.vocabulary}: some of its texts could not be read"
+                f"vocabulary={self.vocabulary}: set model.vocabulary={manifest.vocabulary}"
             )
         if not split.files:
             raise ValueError(
                 f"{self.folder} has no {self.split} tokens: none of its "
                 f"{sum(s.documents for s in manifest.splits.values())} documents fell there; "
-                "prepare more or shorter documents, or use another val_fraction"
+                "prepare more or shorter documents (validation takes whole ones), or a larger "
+                "--val-fraction, into another folder"
             )
         verify(self.folder, split.files)
         self.bytes_per_token = split.bytes / split.tokens

@@ -70,6 +70,10 @@ class Engine(torch.optim.Optimizer):
     observers: tuple[Observer, ...] = ()  # set on an instance by AngleMonitor, never saved
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        if isinstance(params, torch.nn.Module):
+            raise TypeError(
+                f"{type(self).__name__} got a model: pass plan(model), which sorts its parameters"
+            )
         super().__init__(params, {**ENGINE_DEFAULTS, **defaults})
 
     def recipe(self, group: dict[str, Any]) -> Recipe:

@@ -14,6 +14,7 @@ from angular_muown.roles import Role, find_roles
 from angular_muown.views import Cut
 
 Overrides = Mapping[str, Mapping[str, Any]]
+SHOWN = ("params", "algorithm", "view", "transposed", "blocks", "column_blocks", "lr", "radius_lr")
 
 
 class Plan(list[dict[str, Any]]):
@@ -45,7 +46,7 @@ class Plan(list[dict[str, Any]]):
             (f"{group['radius_lr']:g}" if group.get("radius_lr") is not None else "lr")
             if matrix
             else "",
-            self.reasons[name],
+            ", ".join([self.reasons[name], *_others(group)]),
         )
 
     def _summary(self) -> str:
@@ -62,10 +63,10 @@ def plan(
     *,
     blocks: Mapping[str, Cut] | None = None,
     column_blocks: Mapping[str, Cut] | None = None,
-    stacks: Iterable[str] = (),
-    transposed: Iterable[str] = (),
-    matrix: Iterable[str] = (),
-    adamw: Iterable[str] = (),
+    stacks: str | Iterable[str] = (),
+    transposed: str | Iterable[str] = (),
+    matrix: str | Iterable[str] = (),
+    adamw: str | Iterable[str] = (),
     head: str | Iterable[str] | None = "auto",
     aux_lr: float | None = None,
     aux_weight_decay: float = 0.0,
@@ -123,12 +124,13 @@ def plan(
 
 def _declared(
     patterns: Patterns,
-    stacks: Iterable[str],
-    transposed: Iterable[str],
-    matrix: Iterable[str],
-    adamw: Iterable[str],
+    stacks: str | Iterable[str],
+    transposed: str | Iterable[str],
+    matrix: str | Iterable[str],
+    adamw: str | Iterable[str],
 ) -> dict[str, Role]:
     """What the caller says outright; a parameter may be named by one of the rules only."""
+    matrix, adamw, stacks, transposed = map(_patterns, (matrix, adamw, stacks, transposed))
     rules = patterns.lookup(
         "matrix, adamw, stacks",
         [
@@ -148,6 +150,10 @@ def _declared(
     return rules
 
 
+def _patterns(given: str | Iterable[str]) -> list[str]:
+    return [given] if isinstance(given, str) else list(given)
+
+
 def _own_cuts(name: str, role: Role, cuts: Mapping[str, Mapping[str, Cut]]) -> dict[str, Cut]:
     own = {key: found[name] for key, found in cuts.items() if name in found}
     if own and role.algorithm != "matrix":
@@ -156,6 +162,13 @@ def _own_cuts(name: str, role: Role, cuts: Mapping[str, Mapping[str, Cut]]) -> d
             f"matrix=['{name}'], or drop it from the cuts"
         )
     return own
+
+
+def _others(group: Mapping[str, Any]) -> list[str]:
+    """What a group sets beyond the table's columns; no decay is what everybody expects of AdamW."""
+    silent = {"weight_decay": 0.0} if group["algorithm"] == "adamw" else {}
+    others = ((key, value) for key, value in group.items() if key not in SHOWN)
+    return [f"{key}={value}" for key, value in others if silent.get(key) != value]
 
 
 def _describe_cut(group: Mapping[str, Any]) -> str:

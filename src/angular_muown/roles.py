@@ -17,6 +17,7 @@ EMBEDDING_NAMES = frozenset(
     ("patch_embed", "patch_embedding", "patch_embeddings", "pos_embed", "pos_embedding",
      "position_embedding", "position_embeddings", "cls_token", "mask_token", "register_tokens")
 )  # fmt: skip
+TOP_LEVEL_HEADS = frozenset(("fc",))  # a hidden layer's name further down, ResNet's head on top
 ROUTER_NAMES = frozenset(("router",))
 GATE_NAMES = frozenset(("gate", "wg"))  # a router where experts stand beside it, else a GLU's gate
 RNN_GATES = {"LSTM": 4, "GRU": 3, "RNN_TANH": 1, "RNN_RELU": 1}
@@ -67,8 +68,8 @@ def find_roles(
         )
     if head == "auto" and not heads:
         raise ValueError(
-            f"plan finds no output head in {type(model).__name__}: name it with head='pattern', or "
-            "pass head=None if it has none or shares the embedding's weight"
+            f"plan finds no output head in {type(model).__name__}: name its parameters, such as "
+            "head='fc.*', or pass head=None if it has none or shares the embedding's weight"
         )
     return roles
 
@@ -119,6 +120,7 @@ def _find_heads(
         for name, p in named
         if p in weights
         or any(HEAD_NAMES.intersection(path.split(".")) for path, _, _ in owners[p])
+        or any(path in TOP_LEVEL_HEADS for path, _, _ in owners[p])
         or (len(owners[p]) > 1 and any(isinstance(m, nn.Embedding) for _, m, _ in owners[p]))
     }
 
@@ -137,6 +139,8 @@ def _judge(name: str, p: Tensor, owners: list[Owner], model: nn.Module) -> Role 
         return Role("adamw", "router") if _is_router(path, model) else Role("matrix", "hidden")
     if isinstance(module, CONVOLUTIONS) and 1 < module.groups == module.in_channels:
         return Role("adamw", "depthwise")
+    if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
+        return Role("adamw", "transposed convolution")  # its rows are not its outputs
     structure = _structure(owners[0])
     if structure or isinstance(module, nn.MultiheadAttention | nn.RNNBase):
         return Role("matrix", type(module).__name__, structure)

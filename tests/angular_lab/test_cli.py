@@ -116,6 +116,7 @@ def test_settings_may_stand_behind_options(data, tmp_path) -> None:
 def test_a_start_that_failed_leaves_the_folder_free(data, tmp_path) -> None:
     out = tmp_path / "run"
     assert main(["train", "nano", "data=nowhere", *SMALL, "--out", str(out)]) == 2
+    assert not out.exists()
     assert main(["train", "nano", f"data={data}", *SMALL, "--out", str(out)]) == 0
 
 

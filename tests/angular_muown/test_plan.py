@@ -243,6 +243,37 @@ def test_a_model_without_a_visible_head_has_to_say_so() -> None:
         plan(mlp, adamw=["0.weight"])  # says nothing about the head
 
 
+def test_a_string_is_one_pattern() -> None:
+    assert rules(plan(tiny_lm(), adamw="layers.0.up.weight"))["layers.0.up.weight"] == "adamw"
+
+
+def test_overrides_show_in_the_table() -> None:
+    text = str(plan(tiny_lm(), overrides={"*.up.weight": {"momentum": 0.5}}, aux_weight_decay=0.1))
+    row = next(line for line in text.splitlines() if line.startswith("layers.0.up.weight"))
+    assert row.endswith("hidden, momentum=0.5")
+    head = next(line for line in text.splitlines() if line.startswith("lm_head.weight"))
+    assert head.endswith("head, weight_decay=0.1")
+
+
+def test_fc_is_a_head_on_top_only_and_transposed_convolutions_go_to_adamw() -> None:
+    model = nn.ModuleDict(
+        {
+            "up": nn.ConvTranspose2d(8, 4, 2),
+            "block": nn.ModuleDict({"fc": nn.Linear(8, 8)}),
+            "fc": nn.Linear(8, 2),
+        }
+    )
+    found = rules(plan(model))
+    assert found["up.weight"] == "adamw"
+    assert found["block.fc.weight"] == "matrix"
+    assert found["fc.weight"] == "adamw"
+
+
+def test_a_model_is_no_parameter_list() -> None:
+    with pytest.raises(TypeError, match=r"pass plan\(model\)"):
+        AngularMuown(tiny_lm())
+
+
 def test_blocks_that_do_not_divide_are_caught_by_the_optimizer() -> None:
     with pytest.raises(ValueError, match=r"'layers.0.attn.qkv.weight' .*48 does not divide into 5"):
         AngularMuown(plan(tiny_lm(), blocks={"*.qkv.weight": 5}))
