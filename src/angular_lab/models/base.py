@@ -43,7 +43,7 @@ class LanguageModel(nn.Module):
         self.norm = nn.RMSNorm(spec.width, eps=spec.norm_eps)
         self.lm_head = nn.Linear(spec.width, spec.vocabulary, bias=head_bias)
         # A table, not an expression: a compiler would compute its powers and cosines anew in every
-        # layer (a fifth of a step of the 124M model on an H200).
+        # layer (78 ms instead of 65 for a pass of the 124M model on an H200, train_throughput.py).
         for name, table in zip(("cos", "sin"), self._rotation(), strict=True):
             self.register_buffer(name, table, persistent=False)
         # The name under which DDP looks for what to leave alone. Before each pass it would send all
