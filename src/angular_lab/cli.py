@@ -68,6 +68,7 @@ def show(arguments: argparse.Namespace) -> None:
 
 
 def sample(arguments: argparse.Namespace) -> None:
+    from angular_lab.prepare_command import given_of
     from angular_lab.ranks import Ranks
     from angular_lab.rundir import RunDir
     from angular_lab.runs import data_folder
@@ -76,11 +77,8 @@ def sample(arguments: argparse.Namespace) -> None:
     model = load_run(arguments.run)
     spec = RunDir(arguments.run).read_spec()
     tokenizer = tokenizer_of(data_folder(spec, Ranks(0, 1, next(model.parameters()).device)))
-    text = generate(
-        model, tokenizer, arguments.prompt, arguments.length, arguments.temperature,
-        seed=arguments.seed,
-    )  # fmt: skip
-    print(text)
+    given = given_of(arguments, "length", "temperature", "seed")
+    print(generate(model, tokenizer, arguments.prompt, **given))
 
 
 def export(arguments: argparse.Namespace) -> None:
@@ -125,9 +123,9 @@ def _parser() -> argparse.ArgumentParser:
     sub = add("show", show, "print a run before it runs", "recipe")
     sub.add_argument("overrides", nargs="*", metavar="key=value")
     sub = add("sample", sample, "text from a run", "run", "prompt")
-    sub.add_argument("--length", type=int, default=200)
-    sub.add_argument("--temperature", type=float, default=0.8)
-    sub.add_argument("--seed", type=int, default=0)
+    sub.add_argument("--length", type=int)
+    sub.add_argument("--temperature", type=float)
+    sub.add_argument("--seed", type=int)
     sub = add("export", export, "weights in the layout of Hugging Face transformers", "run")
     sub.add_argument("--out", type=Path, required=True)
     _add_prepare(add("prepare", prepare, "text to token shards"))
@@ -170,8 +168,8 @@ def _add_prepare(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--out", type=Path, required=True)
     sub.add_argument("--tokens", type=count, help="stop after so many train tokens, such as 3B")
     sub.add_argument("--column", default="text")
-    sub.add_argument("--shard-tokens", type=count, default=100_000_000)
-    sub.add_argument("--val-fraction", type=float, default=0.005)
+    sub.add_argument("--shard-tokens", type=count)
+    sub.add_argument("--val-fraction", type=float)
     sub.add_argument("--workers", type=int)
 
 

@@ -4,7 +4,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -84,10 +83,5 @@ class Prefetcher(Generic[T]):
     def __enter__(self) -> "Prefetcher[T]":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
+from typing import Any
 
 from angular_lab.corpus import documents, hf_documents
 from angular_lab.prepare import TOKENIZER, prepare
@@ -21,13 +22,15 @@ def prepare_from(arguments: argparse.Namespace) -> Path:
         _texts(arguments),
         _tokenizer(arguments),
         arguments.out,
-        tokens=arguments.tokens,
-        shard_tokens=arguments.shard_tokens,
-        val_fraction=arguments.val_fraction,
-        workers=arguments.workers,
+        **given_of(arguments, "tokens", "shard_tokens", "val_fraction", "workers"),
         source=f"{source} {arguments.name or ''}".strip(),
     )
     return arguments.out
+
+
+def given_of(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """What was given on the command line; the functions have the defaults."""
+    return {name: x for name in names if (x := getattr(arguments, name)) is not None}
 
 
 def _texts(arguments: argparse.Namespace) -> Iterator[str]:

@@ -4,7 +4,6 @@ import importlib
 import sys
 import time
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 EVERY = {True: 0.2, False: 10.0}  # seconds between updates, on a terminal and elsewhere
@@ -60,12 +59,7 @@ class Progress:
         print(f"\r\x1b[K{text}" if self.terminal else f"prepare: {text}",
               end=end if self.terminal else "\n", file=sys.stderr, flush=True)  # fmt: skip
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.enabled:
             self._show("\n")
         if self.bar is not None:

@@ -12,6 +12,7 @@ import torch
 from angular_lab import checkpoint
 from angular_lab.health import NotFinite
 from angular_lab.models.base import LanguageModel
+from angular_lab.models.moe import MoE
 from angular_lab.ranks import Ranks
 from angular_lab.rundir import RunDir
 from angular_lab.runs import branch_spec, train
@@ -57,6 +58,36 @@ def test_on_nan_skip_leaves_the_batch_out_and_counts(data, tmp_path) -> None:
     assert parsed[5]["loss"] is None
     assert [line.get("skipped", 0) for line in parsed] == [0] * 5 + [1] * 7
     assert all(line["loss"] < 7 for line in parsed[6:])
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_a_skip_right_after_a_checkpoint_resumes_exactly(data, tmp_path) -> None:
+    """Steps are saved every five, the sixth is left out, and its angle would be due."""
+    spec = tiny(data, on_nan="skip", save_every=5, angle_every=6)
+    train(spec, tmp_path / "whole")
+    train(spec, tmp_path / "cut")
+    for step in (9, 10, 12):
+        shutil.rmtree(checkpoint.step_folder(tmp_path / "cut" / "checkpoints", step))
+    (tmp_path / "cut" / "DONE").unlink()
+    train(spec, tmp_path / "cut", resume=True)
+    assert lines(tmp_path / "cut") == lines(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_experts_are_balanced_by_the_batches_that_count(data, tmp_path, monkeypatch) -> None:
+    loads = []
+    balance = MoE.balance
+
+    def watch(self):
+        loads.append(int(sum(load.sum() for load in self.loads())))
+        balance(self)
+
+    monkeypatch.setattr(MoE, "balance", watch)
+    spec = tiny(data, on_nan="skip")
+    experts = {"kind": "moe", "experts": 4, "experts_per_token": 2, "expert_mlp": 16}
+    model = type(spec.model)(**{**spec.model.__dict__, **experts})
+    train(tiny(data, on_nan="skip", model=model), tmp_path / "run")
+    assert loads == [4 * 32 * 2 * 2] * 11  # sequences x tokens x experts per token x layers
 
 
 def test_weights_that_are_not_finite_are_never_saved(data, tmp_path, monkeypatch) -> None:

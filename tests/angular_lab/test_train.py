@@ -12,6 +12,7 @@ import pytest
 from angular_lab import checkpoint
 from angular_lab.rundir import RunDir
 from angular_lab.runs import branch_spec, train, trunk_spec
+from angular_lab.trainer import Trainer
 from tests.angular_lab.runs import LIMIT, lines, start, tiny
 
 KILLS = 10
@@ -121,6 +122,26 @@ def test_a_branch_at_the_end_of_the_trunk_is_the_straight_run(data, tmp_path) ->
     short = tiny(data, steps=8)
     train(short, tmp_path / "short")
     assert lines(tmp_path / "trunk")[:6] + lines(tmp_path / "to8") == lines(tmp_path / "short")
+
+
+def test_the_learning_rate_warms_up_stays_and_cools_down(data, tmp_path) -> None:
+    """Two steps of warm-up and a quarter of the run to zero: by hand."""
+    train(tiny(data), tmp_path / "run")
+    rates = [json.loads(line)["lr"] / 0.02 for line in lines(tmp_path / "run")]
+    assert rates == pytest.approx([1 / 3, 2 / 3, *[1.0] * 7, 3 / 4, 2 / 4, 1 / 4])
+
+
+def test_the_optimizer_gets_the_rate_that_is_logged(data, tmp_path, monkeypatch) -> None:
+    seen = []
+    update = Trainer.update
+
+    def watch(self):
+        update(self)
+        seen.append(self.optimizer.param_groups[-1]["lr"])
+
+    monkeypatch.setattr(Trainer, "update", watch)
+    train(tiny(data), tmp_path / "run")
+    assert seen == [json.loads(line)["lr"] for line in lines(tmp_path / "run")]
 
 
 def test_a_branch_is_resumable_and_its_parent_may_move(data, tmp_path) -> None:
