@@ -63,12 +63,13 @@ def test_on_nan_skip_leaves_the_batch_out_and_counts(data, tmp_path) -> None:
 @pytest.mark.usefixtures("poisoned")
 def test_a_skip_right_after_a_checkpoint_resumes_exactly(data, tmp_path) -> None:
     """Steps are saved every five, the sixth is left out, and its angle would be due."""
-    spec = tiny(data, on_nan="skip", save_every=5, angle_every=6)
+    spec = tiny(data, on_nan="skip", save_every=5, angle_every=6, keep=9)
     train(spec, tmp_path / "whole")
     train(spec, tmp_path / "cut")
     for step in (9, 10, 12):
         shutil.rmtree(checkpoint.step_folder(tmp_path / "cut" / "checkpoints", step))
     (tmp_path / "cut" / "DONE").unlink()
+    assert checkpoint.steps(tmp_path / "cut" / "checkpoints") == [5]
     train(spec, tmp_path / "cut", resume=True)
     assert lines(tmp_path / "cut") == lines(tmp_path / "whole")
 
