@@ -8,9 +8,9 @@ from math import sqrt
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from angular_lab.models.cross_entropy import cross_entropy
 from angular_lab.models.layers import (
     Block,
     Rotation,
@@ -81,8 +81,7 @@ class LanguageModel(nn.Module):
             )
         if targets is None:
             return logits
-        # Kept for the backward pass: the log-probabilities, the one float32 copy of the logits.
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def blocks(self) -> dict[str, Cut]:
         """Pattern of parameter names -> row blocks of the fused weights: a number, or sizes."""

@@ -1,0 +1,36 @@
+"""The lab's cross-entropy against torch's, and its derivative against differences."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from angular_lab.models.cross_entropy import cross_entropy
+
+
+def example(dtype: torch.dtype, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    logits = scale * torch.randn(17, 41, generator=generator, dtype=torch.float64)
+    targets = torch.randint(0, 41, (17,), generator=generator)
+    return logits.to(dtype).requires_grad_(), targets
+
+
+@pytest.mark.parametrize("scale", [1.0, 300.0])
+@pytest.mark.parametrize(
+    ("dtype", "error"), [(torch.float64, 1e-14), (torch.float32, 2e-6), (torch.bfloat16, 4e-3)]
+)
+def test_like_torch(dtype: torch.dtype, error: float, scale: float) -> None:
+    """In 16 bits too the loss is float32's, and only the gradient is rounded."""
+    logits, targets = example(dtype, scale)
+    wide = logits.detach().to(torch.float64).requires_grad_()
+    loss, wanted = cross_entropy(logits, targets), F.cross_entropy(wide, targets)
+    assert abs(loss - wanted) <= 1e-6 * scale
+    (grad,) = torch.autograd.grad(3 * loss, logits)
+    (wanted_grad,) = torch.autograd.grad(3 * wanted, wide)
+    assert grad.dtype == dtype
+    # float32 knows a logit of 300 to 2e-5 only
+    assert (grad - wanted_grad).norm() <= error * max(1.0, scale / 10) * wanted_grad.norm()
+
+
+def test_derivative() -> None:
+    logits, targets = example(torch.float64)
+    assert torch.autograd.gradcheck(lambda x: cross_entropy(x, targets), (logits,))
