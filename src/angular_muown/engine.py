@@ -5,13 +5,14 @@ no attributes of its own, because torch drops them on deepcopy and pickle.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # imports dynamo at the first call, not with us
 
 from angular_muown import adamw, checks
+from angular_muown.kernels.dispatch import runs_on
 from angular_muown.loading import load_keeping_dtypes
 from angular_muown.placement import zeros_like
 from angular_muown.recipe import Recipe
@@ -19,7 +20,12 @@ from angular_muown.stages.charts import row_signs
 from angular_muown.stages.momentum import heavy_ball
 from angular_muown.views import Layout, Leaf, Stack, stacks
 
+if TYPE_CHECKING:
+    from angular_muown.kernels.groups import FusedGroups
+
+State = dict[str, Any]
 Observer = Callable[[Stack, Tensor, Tensor], None]
+WORKSPACE = 0.25  # of the matrices' bytes
 HOME = "angular_muown.optimizers"  # where the family's members are defined
 
 ENGINE_DEFAULTS: dict[str, Any] = {
@@ -68,6 +74,7 @@ class Engine(torch.optim.Optimizer):
     """Base of the family. A member gives defaults and `recipe(group)`, nothing else."""
 
     observers: tuple[Observer, ...] = ()  # set on an instance by AngleMonitor, never saved
+    fused: "FusedGroups | None" = None  # made at the first step on a GPU, never saved
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         if isinstance(params, torch.nn.Module):
@@ -94,6 +101,7 @@ class Engine(torch.optim.Optimizer):
         checks.check_values(group)
         param_group.setdefault("base_lr", float(group["lr"]))
         super().add_param_group(param_group)
+        self.fused = None
         try:
             self._check_parameters(len(self.param_groups) - 1)
         except ValueError:
@@ -121,16 +129,19 @@ class Engine(torch.optim.Optimizer):
     def _advance(self) -> None:
         active = [self._with_gradient(i) for i in range(len(self.param_groups))]
         rehearsal = not self.state and self._moves_nothing(active)
-        for group, params in zip(self.param_groups, active, strict=True):
+        for index, (group, params) in enumerate(zip(self.param_groups, active, strict=True)):
             recipe = self.recipe(group) if group["algorithm"] == "matrix" else None
-            for p in params:
-                self._init_state(p, group, recipe)
+            states = [self.state[p] for p in params]
+            wanted = {"step", *(recipe.rows if recipe else ())}
+            for p, state in zip(params, states, strict=True):
+                if not wanted <= state.keys() or group["write_back"] == "master":
+                    self._init_state(p, state, group, recipe)
             if rehearsal or not params:
                 continue
             if recipe is None:
-                adamw.update(params, [self.state[p] for p in params], group)
+                adamw.update(params, states, group)
             else:
-                self._advance_matrices(params, group, recipe)
+                self._advance_matrices(params, states, index, recipe)
             group["step"] += 1
 
     def _with_gradient(self, index: int) -> list[Tensor]:
@@ -146,20 +157,39 @@ class Engine(torch.optim.Optimizer):
         )
 
     def _advance_matrices(
-        self, params: list[Tensor], group: dict[str, Any], recipe: Recipe
+        self, params: list[Tensor], states: list[State], index: int, recipe: Recipe
     ) -> None:
+        group = self.param_groups[index]
         layout = Layout.of(group)
-        for p in params:
-            self.state[p]["step"] += 1
-        leaves = [Leaf(p, self.state[p], layout) for p in params]
+        rest = self._advance_fused(params, states, index, recipe)
+        leaves = [Leaf(p, self.state[p], layout) for p in rest]
+        for leaf in leaves:
+            leaf.state["step"] += 1
         noise = group["step"] if group["write_back"] == "stochastic" else None
         for stack in stacks(leaves, recipe.rows, group["maximize"], noise):
             update(stack, recipe, group, self.observers)
         for leaf in leaves:
             leaf.close()
 
-    def _init_state(self, p: Tensor, group: dict[str, Any], recipe: Recipe | None) -> None:
-        state = self.state[p]
+    def _advance_fused(
+        self, params: list[Tensor], states: list[State], index: int, recipe: Recipe
+    ) -> list[Tensor]:
+        """Step by kernels what they cover, and return the rest."""
+        group = self.param_groups[index]
+        if self.observers or not runs_on(params[0].device):
+            return params
+        if self.fused is None:
+            from angular_muown.kernels.groups import FusedGroups  # imports Triton
+
+            matrices = [g["params"] for g in self.param_groups if g["algorithm"] == "matrix"]
+            size = sum(p.numel() * p.element_size() for params in matrices for p in params)
+            self.fused = FusedGroups(int(WORKSPACE * size))
+        lr, radius_lr = (float(rate) for rate in rates(group, torch.float64))
+        return self.fused.advance(index, params, states, group, recipe, (lr, radius_lr))
+
+    def _init_state(
+        self, p: Tensor, state: State, group: dict[str, Any], recipe: Recipe | None
+    ) -> None:
         if recipe is None:
             adamw.init_state(p, group, state)
             return
@@ -180,4 +210,5 @@ class Engine(torch.optim.Optimizer):
         """Like every torch optimizer, takes over the groups' values from the state dict; where
         that changes kappa, a warning shows both values. State of another member, algorithm or cut
         is refused. State keeps the dtypes it was saved in."""
+        self.fused = None
         load_keeping_dtypes(self, super().load_state_dict, state_dict)

@@ -22,7 +22,7 @@ def round_stochastically(X: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
     m, n = X.shape[-2:]
     row = torch.arange(m, device=X.device, dtype=torch.int64).unsqueeze(-1)
     column = torch.arange(n, device=X.device, dtype=torch.int64)
-    noise = _hash(_hash(row + _hash_seed(seed)) + column)
+    noise = _hash(_hash(row + hash_seed(seed)) + column)
     mask = (1 << DROPPED_BITS[dtype]) - 1
     bits = X.contiguous().view(torch.int32)
     rounded = (bits + (noise & mask).to(torch.int32)) & ~mask
@@ -41,5 +41,5 @@ def _hash(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def _hash_seed(seed: int) -> int:
+def hash_seed(seed: int) -> int:
     return (seed * 0x9E3779B9 + 0x7F4A7C15) & WORD  # golden-ratio increments keep seeds apart

@@ -1,0 +1,96 @@
+"""An optimizer's fused steps, one per group, and the work buffer that they share."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from angular_muown.kernels.dispatch import covers, knows
+from angular_muown.kernels.numbers import on_host
+from angular_muown.kernels.step import Choices, FusedStep
+from angular_muown.recipe import Recipe
+from angular_muown.views import Layout
+
+
+Place = tuple[int, int, int]
+
+
+class FusedGroups:
+    """Holds nothing that a step needs to be right: dropped at any time, it is made again."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget  # bytes
+        self.steps: dict[int, tuple[Any, FusedStep | None, list[Tensor]]] = {}
+        self.work: dict[torch.device, Tensor] = {}
+
+    def advance(
+        self,
+        index: int,
+        params: Sequence[Tensor],
+        states: Sequence[dict[str, Any]],
+        group: dict[str, Any],
+        recipe: Recipe,
+        rates: tuple[float, float],
+    ) -> list[Tensor]:
+        """Step what the kernels cover; what they do not is returned."""
+        if not knows(recipe):
+            return list(params)
+        step, places, rest = self._prepared(index, params, states, group, recipe)
+        if step is not None:
+            device = torch.cuda.device(step.device) if step.device.type == "cuda" else nullcontext()
+            with device:
+                step.steps += 1
+                step.refresh(places, on_host(step, group, recipe, *rates))
+                step.run(self._workspace(step))
+        return rest
+
+    def _workspace(self, step: FusedStep) -> Tensor:
+        """One buffer for all steps on a device; graphs remember its address."""
+        work = self.work.get(step.device)
+        if work is None or work.numel() < step.workspace:
+            work = torch.empty(step.workspace, dtype=torch.float16, device=step.device)
+            self.work[step.device] = work
+            for _, other, _ in self.steps.values():
+                if other is not None and other.device == step.device:
+                    other.graph = None
+        return work
+
+    def _prepared(
+        self,
+        index: int,
+        params: Sequence[Tensor],
+        states: Sequence[dict[str, Any]],
+        group: dict[str, Any],
+        recipe: Recipe,
+    ) -> tuple[FusedStep | None, list[Place], list[Tensor]]:
+        layout, choices = Layout.of(group), Choices.of(recipe, group)
+        key = (choices, layout, [id(p) for p in params])
+        known, step, rest = self.steps.get(index, (None, None, []))
+        places = step.look() if step is not None and key == known else []
+        if key == known and (step is None or self._still_fits(step, places, layout)):
+            return step, places, rest
+        pairs = [(p, s) for p, s in zip(params, states, strict=True) if covers(p, s, layout)]
+        own = [(p, s) for p, s in pairs if p.device == pairs[0][0].device]
+        step = None
+        if own:
+            covered, kept = zip(*own, strict=True)
+            step = FusedStep(covered, kept, layout, choices, self.budget)
+            places = step.look()
+        taken = {id(p) for p, _ in own}
+        rest = [p for p in params if id(p) not in taken]
+        self.steps[index] = (key, step, rest)
+        return step, places, rest
+
+    @staticmethod
+    def _still_fits(step: FusedStep, places: list[Place], layout: Layout) -> bool:
+        """Gradients may come at new places; weights and state that moved are looked at anew."""
+        if not step.owns_state():
+            return False
+        if places == step.seen:
+            return True
+        if any(a[0] != b[0] or a[2] != b[2] for a, b in zip(places, step.seen, strict=True)):
+            return False
+        pairs = zip(step.params, step.states, step.gradients, strict=True)
+        return all(covers(p, s, layout) and p.grad.dtype == kind for p, s, kind in pairs)  # type: ignore[union-attr]
