@@ -3,16 +3,21 @@
     python benchmarks/step_time.py --shapes gpt124 llama1b moe1.1b --json results/step_time.json
 
 Hidden matrices of three models, float32, random gradients. Medians over `--steps` steps after
-`--warmup`; on a GPU by events, with the time the host needs to issue a step beside it. Without a
-GPU the default is gpt124 at a quarter of its size.
+`--warmup`; on a GPU by events between steps that follow each other, as they follow a backward pass,
+with the time the host needs to issue a step beside it. `extra` is the peak above parameters,
+gradients and state. The floor is what five Polar Express iterations with symmetric products and 28
+bytes per element cost at the rates of a large product and a large copy, measured in the same run.
+Without a GPU the default is gpt124 at a quarter of its size.
 """
 
 import argparse
 import gc
 import json
+import math
 import platform
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -77,18 +82,22 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
 
 
-def peak_above(step: Callable[[], Any], cuda: bool) -> int:
-    """Bytes that a step needs beyond what is held before it; of the process on the CPU (Linux)."""
+def held_bytes(params: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> int:
+    """Parameters, gradients and state."""
+    return 2 * sum(p.numel() * p.element_size() for p in params) + state_bytes(optimizer)
+
+
+def peak_above(held: int, step: Callable[[], Any], cuda: bool) -> int:
+    """Bytes beyond `held` while a step runs; on the CPU, what the process grows by (Linux)."""
     if cuda:
         torch.cuda.synchronize()
-        held = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         step()
         return torch.cuda.max_memory_allocated() - held
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    held = _status("VmRSS")
+    before = _status("VmRSS")
     step()
-    return max(0, _status("VmHWM") - held)
+    return max(0, _status("VmHWM") - before)
 
 
 def _status(key: str) -> int:
@@ -99,26 +108,44 @@ def _status(key: str) -> int:
 def time_steps(step: Callable[[], Any], steps: int, cuda: bool) -> tuple[float, float]:
     """Milliseconds per step, and of the host until the step is issued."""
     host: list[float] = []
-    device: list[float] = []
-    for _ in range(steps):
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)] if cuda else []
+    for event in events[:1]:
+        event.record()
+    for i in range(steps):
         start = time.perf_counter()
+        step()
+        host.append(time.perf_counter() - start)
         if cuda:
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            before.record()
-            step()
-            after.record()
-            host.append(time.perf_counter() - start)
-            torch.cuda.synchronize()
-            device.append(before.elapsed_time(after))
-        else:
-            step()
-            host.append(time.perf_counter() - start)
+            events[i + 1].record()
     issued = 1e3 * median(host)
-    return (median(device), issued) if cuda else (issued, issued)
+    if not cuda:
+        return issued, issued
+    torch.cuda.synchronize()
+    return median(a.elapsed_time(b) for a, b in pairwise(events)), issued
+
+
+def rates() -> tuple[float, float]:
+    """Operations and bytes per second of this GPU: a large bf16 product, a large copy."""
+    A = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    source = torch.randn(1 << 28, device="cuda")
+    target = torch.empty_like(source)
+    product, _ = time_steps(lambda: A @ A, 20, True)
+    copy, _ = time_steps(lambda: target.copy_(source), 20, True)
+    return 2 * 8192**3 / product * 1e3, 2 * source.numel() * 4 / copy * 1e3
+
+
+def floor_ms(shapes: list[Shape], operations: float, bandwidth: float) -> float:
+    seconds = 0.0
+    for shape in shapes:
+        count, short, long = math.prod(shape[:-2]), min(shape[-2:]), max(shape[-2:])
+        work = 5 * count * (3 * short**2 * long + short**3)
+        seconds += work / operations + 28 * count * short * long / bandwidth
+    return 1e3 * seconds
 
 
 def measure(name: str, shapes: list[Shape], arguments: argparse.Namespace) -> dict[str, Any]:
     device, cuda = arguments.device, arguments.device.startswith("cuda")
+    before = torch.cuda.memory_allocated() if cuda else 0
     params = [nn.Parameter(torch.randn(shape, device=device) * 0.02) for shape in shapes]
     for p in params:
         p.grad = torch.randn_like(p)
@@ -133,7 +160,7 @@ def measure(name: str, shapes: list[Shape], arguments: argparse.Namespace) -> di
     for _ in range(arguments.warmup):
         optimizer.step()
     state = state_bytes(optimizer)
-    extra = peak_above(optimizer.step, cuda)
+    extra = peak_above(before + held_bytes(params, optimizer), optimizer.step, cuda)
     milliseconds, host = time_steps(optimizer.step, arguments.steps, cuda)
     return {
         "optimizer": name,
@@ -180,10 +207,16 @@ def main() -> None:
     settings = {k: v for k, v in vars(arguments).items() if k != "json"}
     content: dict[str, Any] = {"machine": machine, "torch": torch.__version__, "settings": settings}
     print(f"{machine}, torch {torch.__version__}, dimensions divided by {arguments.divide}")
+    peak = rates() if cuda else None
+    if peak:
+        content["operations_per_second"], content["bytes_per_second"] = peak
+        print(f"bf16 product {peak[0] / 1e12:.0f} TFLOP/s, copy {peak[1] / 1e12:.2f} TB/s")
     for name in arguments.shapes:
         layers = {} if arguments.layers is None else {"layers": arguments.layers}
         shapes = divided(SHAPES[name](**layers), arguments.divide)
-        print(f"\n{name}: {len(shapes)} parameters")
+        floor = floor_ms(shapes, *peak) if peak else None
+        content[f"{name}_floor_ms"] = floor
+        print(f"\n{name}: {len(shapes)} parameters", f"floor {floor:.2f} ms" if floor else "")
         print("optimizer                 ms   ratio   host ms  first s  state MiB  extra MiB")
         results = content[name] = []
         for optimizer in arguments.optimizers:

@@ -1,6 +1,14 @@
-"""The step on a GPU: what `engine.update` computes, in a few launches over parameters where they lie.
+"""The step on a GPU: what `engine.update` computes, in few launches, on parameters where they lie.
 
-`schedule` lists the products of an orthogonalization, `products` runs such a list as one kernel,
-`rows` holds the kernels before and after it, `tables` tells them where matrices lie, `dispatch`
-says what runs here, and `step` is the flow. Triton is imported at the first use only.
+before -> norms -> products -> norms -> after, chunk by chunk through a bounded buffer:
+
+    schedule    which products make a polar factor, what they cost, where their results lie
+    tables      where matrices lie: lines of addresses
+    rows        what the row kernels share; before, norms, after: those kernels
+    products    the matrix products; symmetric: the kernel for most of them
+    chunks      launches for some matrices of one kind; lanes: their order
+    step        one group's fused step; numbers: its scalars; groups: all of an optimizer
+    dispatch    what is covered; the rest takes the eager path
+
+Triton is imported at the first use only.
 """

@@ -15,25 +15,24 @@ from angular_muown.kernels.rows import (
     FIXED,
     FLAT,
     GRADIENT,
-    LINE,
     MOMENTUM,
     RADIAL,
     RADIUS_LR,
     SEED,
-    STATE_STRIDE,
     STEP,
     STORED_NORM,
     WEIGHT,
     WEIGHT_NORM,
-    _address,
-    _divisor,
-    _places,
-    _read,
+    address,
+    divisor,
+    places,
+    read,
+    state_at,
 )
 
 
 @triton.jit
-def _hash(x):  # type: ignore[no-untyped-def]
+def _hash(x):
     """As in angular_muown.rounding, in 32-bit words."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
@@ -41,7 +40,7 @@ def _hash(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _rounded(X, row, column, seed, TYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rounded(X, row, column, seed, TYPE: tl.constexpr):
     """Stochastic rounding to a 16-bit type: the noise of angular_muown.rounding, bit for bit."""
     noise = _hash(_hash(row.to(tl.uint32) + seed)[:, None] + column.to(tl.uint32)[None, :])
     bits = X.to(tl.uint32, bitcast=True)
@@ -58,20 +57,20 @@ def _rounded(X, row, column, seed, TYPE: tl.constexpr):  # type: ignore[no-untyp
 
 
 @triton.jit
-def _new_radius(  # type: ignore[no-untyped-def]
-    g, r, table, matrix, row, in_rows, numbers, ages, RADIUS: tl.constexpr
-):
+def _new_radius(g, radial, table, matrix, row, in_rows, numbers, ages, RADIUS: tl.constexpr):
     """Adam on the lengths; returns them, after writing its moments (turned with their rows)."""
-    at = row * tl.load(table + matrix * LINE + STATE_STRIDE)
-    first = _address(table, matrix, EXP_AVG, tl.float32, 4) + at
-    second = _address(table, matrix, EXP_AVG_SQ, tl.float32, 4) + at
+    if RADIUS == FIXED:
+        return g
+    r = tl.load(radial, mask=in_rows, other=0.0)
+    first = state_at(table, matrix, EXP_AVG, row)
+    second = state_at(table, matrix, EXP_AVG_SQ, row)
     beta1 = tl.load(numbers + BETA1)
     beta2 = tl.load(numbers + BETA2)
     past = tl.where(g == 0.0, 0.0, tl.load(first, mask=in_rows, other=0.0))
     mean = beta1 * past + (1.0 - beta1) * r
     square = beta2 * tl.load(second, mask=in_rows, other=0.0) + (1.0 - beta2) * r * r
     root = tl.sqrt(square / tl.load(ages + matrix * 2 + 1)) + tl.load(numbers + EPS)
-    change = tl.load(numbers + RADIUS_LR) * (mean / tl.load(ages + matrix * 2)) / _divisor(root)
+    change = tl.load(numbers + RADIUS_LR) * (mean / tl.load(ages + matrix * 2)) / divisor(root)
     if RADIUS == ADAM:
         new = g - change
         mean = tl.where(new < 0.0, -mean, mean)
@@ -83,7 +82,48 @@ def _new_radius(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def after_kernel(  # type: ignore[no-untyped-def]
+def _direction(
+    W, g, table, matrix, in_rows, inside, place, MAXIMIZE: tl.constexpr, TYPE: tl.constexpr
+):
+    """Unit rows. A row at zero has the direction -G, which is read for such rows only."""
+    length = g
+    empty = (g == 0.0) & in_rows
+    if tl.max(empty.to(tl.int32), axis=0) > 0:
+        G = read(table, matrix, GRADIENT, place, empty[:, None] & inside, TYPE)
+        if not MAXIMIZE:
+            G = -G
+        W = tl.where(empty[:, None], G, W)
+        length = tl.where(empty, tl.sqrt(tl.sum(G * G, axis=1)), g)
+    return W / divisor(length)[:, None]
+
+
+@triton.jit
+def _retracted(U, step, g, length, table, matrix, row, in_rows, CHART: tl.constexpr):
+    """Rows moved by the step, at their new lengths."""
+    if CHART == WEIGHT_NORM:
+        stored = state_at(table, matrix, STORED_NORM, row)
+        rho = tl.load(stored, mask=in_rows, other=0.0)
+        rho = tl.where(rho == 0.0, g, rho)
+        R = tl.where((rho == 0.0)[:, None], U, rho[:, None] * U - step)
+        norm = tl.sqrt(tl.sum(R * R, axis=1))
+        tl.store(stored, tl.where(rho == 0.0, 0.0, norm), mask=in_rows)
+    else:
+        R = U - step
+        norm = tl.sqrt(tl.sum(R * R, axis=1))
+    return R * (length / divisor(norm))[:, None]
+
+
+@triton.jit
+def _turn_momentum(table, matrix, rows, place, inside, TYPE: tl.constexpr):
+    """Rows whose length crossed zero turn round, and their momentum with them."""
+    if tl.max(rows.to(tl.int32), axis=0) > 0:
+        momentum = address(table, matrix, MOMENTUM, TYPE, 16)
+        M = tl.load(momentum + place, mask=rows[:, None] & inside, other=0.0)
+        tl.store(momentum + place, -M, mask=rows[:, None] & inside)
+
+
+@triton.jit
+def after_kernel(
     table, numbers, ages, stats, work, stride, count, m, n, scale,
     CHART: tl.constexpr, RADIUS: tl.constexpr, FACTORS: tl.constexpr, MAXIMIZE: tl.constexpr,
     NOISE: tl.constexpr, W_TYPE: tl.constexpr, G_TYPE: tl.constexpr, M_TYPE: tl.constexpr,
@@ -91,54 +131,26 @@ def after_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Q (the work buffer times `scale`) and W -> W, with the row state that belongs to it."""
     matrix = tl.program_id(1).to(tl.int64)
-    row, column, inside, place, own = _places(table, matrix, m, n, ROWS, COLUMNS)
+    row, column, inside, place, own = places(table, matrix, m, n, ROWS, COLUMNS)
     in_rows = row < m
-    lines = matrix * m + row
-    W = _read(table, matrix, WEIGHT, place, inside, W_TYPE)
-    Q = tl.load(work + matrix * stride + own, mask=inside, other=0.0).to(tl.float32)
-    move = tl.load(numbers + STEP) * scale
+    lines = stats + matrix * m + row
+    W = read(table, matrix, WEIGHT, place, inside, W_TYPE)
+    step = tl.load(work + matrix * stride + own, mask=inside, other=0.0).to(tl.float32)
+    step = step * (tl.load(numbers + STEP) * scale)
     if FACTORS:
-        factor = tl.load(stats + FACTOR * count * m + lines, mask=in_rows, other=0.0)
-        step = Q * (factor * move)[:, None]
-    else:
-        step = Q * move
+        step *= tl.load(lines + FACTOR * count * m, mask=in_rows, other=0.0)[:, None]
     decay = tl.load(numbers + DECAY)
     if CHART == FLAT:
         new = decay * W - step
     else:
         g = tl.sqrt(tl.sum(W * W, axis=1))
-        # A row at zero has the direction -G, which is read for such rows only.
-        empty = (g == 0.0)[:, None] & inside
-        G = _read(table, matrix, GRADIENT, place, empty, G_TYPE)
-        if not MAXIMIZE:
-            G = -G
-        source = tl.where(empty, G, W)
-        length = tl.where(g == 0.0, tl.sqrt(tl.sum(G * G, axis=1)), g)
-        U = source / _divisor(length)[:, None]
-        length = g * decay
-        if RADIUS != FIXED:
-            r = tl.load(stats + RADIAL * count * m + lines, mask=in_rows, other=0.0)
-            length = _new_radius(
-                length, r, table, matrix, row, in_rows, numbers, ages, RADIUS
-            )
-        if CHART == WEIGHT_NORM:
-            at = row * tl.load(table + matrix * LINE + STATE_STRIDE)
-            state = _address(table, matrix, STORED_NORM, tl.float32, 4) + at
-            rho = tl.load(state, mask=in_rows, other=0.0)
-            rho = tl.where(rho == 0.0, g, rho)
-            R = tl.where((rho == 0.0)[:, None], U, rho[:, None] * U - step)
-            norm = tl.sqrt(tl.sum(R * R, axis=1))
-            tl.store(state, tl.where(rho == 0.0, 0.0, norm), mask=in_rows)
-        else:
-            R = U - step
-            norm = tl.sqrt(tl.sum(R * R, axis=1))
-        new = R * (length / _divisor(norm))[:, None]
-        if RADIUS == ADAM:  # rows whose length crossed zero turn round, and their momentum too
-            momentum = _address(table, matrix, MOMENTUM, M_TYPE, 16)
-            turned = (length < 0.0)[:, None] & inside
-            M = tl.load(momentum + place, mask=turned, other=0.0)
-            tl.store(momentum + place, -M, mask=turned)
-    weight = _address(table, matrix, WEIGHT, W_TYPE, 16)
+        U = _direction(W, g, table, matrix, in_rows, inside, place, MAXIMIZE, G_TYPE)
+        radial = lines + RADIAL * count * m
+        length = _new_radius(g * decay, radial, table, matrix, row, in_rows, numbers, ages, RADIUS)
+        new = _retracted(U, step, g, length, table, matrix, row, in_rows, CHART)
+        if RADIUS == ADAM:
+            _turn_momentum(table, matrix, (length < 0.0) & in_rows, place, inside, M_TYPE)
+    weight = address(table, matrix, WEIGHT, W_TYPE, 16)
     if NOISE:
         seed = tl.load(numbers + SEED).to(tl.uint32, bitcast=True)
         tl.store(weight + place, _rounded(new, row, column, seed, W_TYPE), mask=inside)

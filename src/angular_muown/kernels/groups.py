@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from angular_muown.kernels.chunks import Choices
 from angular_muown.kernels.dispatch import covers, knows
+from angular_muown.kernels.lanes import LANES
 from angular_muown.kernels.numbers import on_host
-from angular_muown.kernels.step import Choices, FusedStep
+from angular_muown.kernels.step import FusedStep
 from angular_muown.recipe import Recipe
 from angular_muown.views import Layout
-
 
 Place = tuple[int, int, int]
 
@@ -43,19 +44,22 @@ class FusedGroups:
             with device:
                 step.steps += 1
                 step.refresh(places, on_host(step, group, recipe, *rates))
-                step.run(self._workspace(step))
+                self._lend(step)
+                step.run()
         return rest
 
-    def _workspace(self, step: FusedStep) -> Tensor:
-        """One buffer for all steps on a device; graphs remember its address."""
-        work = self.work.get(step.device)
-        if work is None or work.numel() < step.workspace:
-            work = torch.empty(step.workspace, dtype=torch.float16, device=step.device)
+    def _lend(self, step: FusedStep) -> None:
+        """One buffer for all steps on a device; it grows with the first step of each of them."""
+        if step.chunks:
+            return
+        size, work = LANES * step.lane, self.work.get(step.device)
+        if work is None or work.numel() < size:
+            work = torch.empty(size, dtype=torch.float16, device=step.device)
             self.work[step.device] = work
             for _, other, _ in self.steps.values():
                 if other is not None and other.device == step.device:
-                    other.graph = None
-        return work
+                    other.use(work)
+        step.use(work)
 
     def _prepared(
         self,

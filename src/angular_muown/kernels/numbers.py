@@ -18,8 +18,9 @@ def on_host(
     """In double precision until they are written down."""
     (beta1, beta2), seed = group["betas"], hash_seed(group["step"])
     values: list[float] = []
-    for batch in step.batches:
-        turn = lr * recipe.kappa * recipe.scale(*batch.kind[:2])
+    kinds = step.known.kinds
+    for m, n, *_ in kinds:
+        turn = lr * recipe.kappa * recipe.scale(m, n)
         decay = 1 - lr * group["weight_decay"]
         line = [group["momentum"], turn, radius_lr, decay, beta1, beta2, group["eps"]]
         values += [*line, group.get("row_beta", 0.0)] + [0.0] * (NUMBERS - len(line) - 1)
@@ -27,5 +28,5 @@ def on_host(
     ages = torch.stack([1 - beta1**t, 1 - beta2**t], dim=-1)[step.known.owner]
     out = torch.cat([torch.tensor(values, dtype=torch.float64), ages.flatten()]).float()
     bits = seed - (1 << 32) if seed >= 1 << 31 else seed
-    out.view(torch.int32)[SEED : NUMBERS * len(step.batches) : NUMBERS] = bits
+    out.view(torch.int32)[SEED : NUMBERS * len(kinds) : NUMBERS] = bits
     return out

@@ -1,10 +1,10 @@
 """Which products an orthogonalization consists of, what they cost, and where their results lie.
 
-One step of the iteration is X <- p(A) X with A = X X^T and p(A) = a I + b A + c A^2. The steps are
-taken in segments. Inside a segment of k steps everything happens on the small side: p_1(A) is
-followed by A <- p_1(A) A p_1(A), and the segment ends with X <- p_k ... p_1 X. Segments of one are
-the ordinary iteration, longer ones its Gram form. All small matrices are polynomials of the
-segment's A, so they commute and are symmetric: half of their tiles are computed and mirrored.
+One step of the iteration is X <- p(A) X with A = X X^T and p(A) = a I + b A + c A^2. Steps are
+taken singly or in pairs; a pair, the Gram form, touches the long side once,
+X <- p_2(p_1 A p_1) p_1(A) X.
+All small matrices are polynomials of one A, so they commute and are symmetric: half of their tiles
+are computed and mirrored.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ RATE = {Kind.GRAM: 520.0, Kind.SMALL: 450.0, Kind.APPLY: 600.0}
 
 @dataclass(frozen=True)
 class Product:
-    """out = alpha L R + beta C + gamma D + delta I; numbers name earlier results, 0 is X itself."""
+    """out = alpha L R + beta C + delta I; numbers name earlier results, 0 is X itself."""
 
     kind: Kind
     left: int
@@ -42,47 +42,57 @@ class Product:
     alpha: float = 1.0
     C: int = -1
     beta: float = 0.0
-    D: int = -1
-    gamma: float = 0.0
     delta: float = 0.0
 
     @property
     def reads(self) -> set[int]:
-        return {self.left, self.right, self.C, self.D} - {-1}
+        return {self.left, self.right, self.C} - {-1}
 
 
 def products(triples: Sequence[Triple], segments: Sequence[int]) -> list[Product]:
     """The iteration as a list; the result number i is made by the product number i - 1."""
-    steps = iter(triples)
+    steps = iter([(a, b / SCALE**2, c / SCALE**4) for a, b, c in triples])
     made: list[Product] = []
     X = 0
     for length in segments:
-        segment = [next(steps) for _ in range(length)]
-        X = _segment(made, X, [(a, b / SCALE**2, c / SCALE**4) for a, b, c in segment])
+        X = (
+            _single(made, X, next(steps))
+            if length == 1
+            else _pair(made, X, next(steps), next(steps))
+        )
     return made
 
 
-def _segment(made: list[Product], X: int, triples: Sequence[Triple]) -> int:
-    def make(kind: Kind, left: int, right: int, alpha: float = 1.0, **rest: Any) -> int:
-        made.append(Product(kind, left, right, alpha, **rest))
-        return len(made)
+def _make(made: list[Product], kind: Kind, *args: Any, **kwargs: Any) -> int:
+    made.append(Product(kind, *args, **kwargs))
+    return len(made)
 
-    # A square completed: p(A) = c (A + h I)^2 + e I needs nothing but A + h I. Where A itself is
-    # needed too, it may be so small beside h that the sum would lose it: not before the last step.
-    a, b, c = triples[-1]
-    h, e = b / (2 * c), a - b * b / (4 * c)
-    A = make(Kind.GRAM, X, X, delta=h if len(triples) == 1 else 0.0)
-    R, d = 0, 1.0  # p_k ... p_1 = R + d I: the large multiple of I is kept out of the rounding
-    for k, (a, b, c) in enumerate(triples[:-1]):
-        B = make(Kind.SMALL, A, A, c, C=A, beta=b)  # p(A) - a I
-        R = make(Kind.SMALL, B, R, C=R, beta=a, D=B, gamma=d) if k else B
-        d *= a
-        Z = make(Kind.SMALL, A, B, C=A, beta=a)
-        A = make(Kind.SMALL, Z, B, C=Z, beta=a, delta=h if k == len(triples) - 2 else 0.0)
-    P = make(Kind.SMALL, A, A, triples[-1][2], delta=e)
-    if len(triples) > 1:
-        P = make(Kind.SMALL, P, R, C=P, beta=d)
-    return make(Kind.APPLY, P, X)
+
+def _square(triple: Triple) -> tuple[float, float]:
+    """h and e of the square completed, p(A) = c (A + h I)^2 + e I: it needs nothing but A + h I."""
+    a, b, c = triple
+    return b / (2 * c), a - b * b / (4 * c)
+
+
+def _single(made: list[Product], X: int, triple: Triple) -> int:
+    h, e = _square(triple)
+    A = _make(made, Kind.GRAM, X, X, delta=h)
+    p = _make(made, Kind.SMALL, A, A, triple[2], delta=e)
+    return _make(made, Kind.APPLY, p, X)
+
+
+def _pair(made: list[Product], X: int, first: Triple, second: Triple) -> int:
+    """p_1 = a I + B. The large multiple of I is kept out of what is rounded, and A without h I,
+    beside which its small part would be lost, until the last product that needs it."""
+    a, b, c = first
+    h, e = _square(second)
+    A = _make(made, Kind.GRAM, X, X)
+    B = _make(made, Kind.SMALL, A, A, c, C=A, beta=b)
+    Z = _make(made, Kind.SMALL, A, B, C=A, beta=a)  # A p_1
+    A = _make(made, Kind.SMALL, Z, B, C=Z, beta=a, delta=h)  # p_1 A p_1 + h I
+    p = _make(made, Kind.SMALL, A, A, second[2], delta=e)
+    P = _make(made, Kind.SMALL, p, B, C=p, beta=a)  # p_2 p_1
+    return _make(made, Kind.APPLY, P, X)
 
 
 def operations(m: int, n: int, kind: Kind, tile: int = TILE) -> float:
@@ -104,11 +114,13 @@ def modelled_microseconds(m: int, n: int, chain: Sequence[Product]) -> float:
 def chain_for(m: int, n: int, triples: tuple[Triple, ...]) -> tuple[Product, ...]:
     """The ordinary iteration or its Gram form, whichever costs less.
 
-    Three steps and then the rest from a fresh Gram matrix: in float16 its error stays below that of
-    the ordinary iteration in bfloat16 on every spectrum that was tried (docs/performance.md).
+    What rounding does to A grows with every step between two fresh ones, most at the first step,
+    whose factor is 8. A single step and then pairs stay below the error of the ordinary iteration
+    in bfloat16 on every spectrum that was tried; three steps from one A do not
+    (docs/performance.md).
     """
-    steps = len(triples)
-    forms = [(1,) * steps, (3, steps - 3)] if steps > 3 else [(1,) * steps]
+    pairs, odd = divmod(len(triples) - 1, 2)
+    forms = [(1,) * len(triples), (1,) + (2,) * pairs + (1,) * odd]
     chains = [tuple(products(triples, form)) for form in forms]
     return min(chains, key=lambda chain: modelled_microseconds(m, n, chain))
 
@@ -118,28 +130,38 @@ class Places:
     """Offsets of all results inside a matrix's part of the work buffer, in elements."""
 
     offsets: tuple[int, ...]  # of result 0, which is X, and of what each product makes
+    raw: int  # of X before it is normalized: where it stays, or beside it where it is turned
     size: int
 
 
-def allocate(m: int, n: int, chain: Sequence[Product]) -> Places:
-    """Every result at the lowest place that nothing alive occupies."""
+@cache
+def allocate(m: int, n: int, chain: tuple[Product, ...]) -> Places:
+    """A place for every result, in the least room: hardly more than what is alive at once."""
+    small, large = (-(-size // ALIGNMENT) * ALIGNMENT for size in (min(m, n) ** 2, m * n))
+    sizes = [large, *(large if product.kind is Kind.APPLY else small for product in chain)]
+    last = {value: i for i, product in enumerate(chain) for value in product.reads}
+    last[len(chain)] = len(chain)
+    raw = large if m < n else 0
+    room = raw + large
+    for i in range(len(chain)):
+        alive = [v for v in range(i + 1) if last[v] >= i]
+        room = max(room, sizes[i + 1] + sum(sizes[v] for v in alive))
+    while (offsets := _fit([0], sizes, last, room)) is None:
+        room += -(-small // (4 * ALIGNMENT)) * ALIGNMENT
+    return Places(tuple(offsets), raw, room)
 
-    def rounded(size: int) -> int:
-        return -(-size // ALIGNMENT) * ALIGNMENT
 
-    small, large = rounded(min(m, n) ** 2), rounded(m * n)
-    last_use = {value: i for i, product in enumerate(chain) for value in product.reads}
-    alive = {0: (0, large)}
-    offsets, peak = [0], large
-    for i, product in enumerate(chain):
-        size = large if product.kind is Kind.APPLY else small
-        place = 0
-        for start, end in sorted(alive.values()):
-            if place + size <= start:
-                break
-            place = max(place, end)
-        alive[i + 1] = (place, place + size)
-        offsets.append(place)
-        peak = max(peak, place + size)
-        alive = {v: span for v, span in alive.items() if last_use.get(v, len(chain)) > i}
-    return Places(tuple(offsets), peak)
+def _fit(placed: list[int], sizes: list[int], last: dict[int, int], room: int) -> list[int] | None:
+    """Depth first: each result touches the room's ends or something alive."""
+    number = len(placed)
+    if number == len(sizes):
+        return placed
+    spans = [(placed[v], placed[v] + sizes[v]) for v in range(number) if last[v] >= number - 1]
+    size = sizes[number]
+    ends = {0, room - size, *(end for _, end in spans), *(start - size for start, _ in spans)}
+    for place in sorted(end for end in ends if 0 <= end <= room - size):
+        if all(place + size <= start or end <= place for start, end in spans):
+            found = _fit([*placed, place], sizes, last, room)
+            if found is not None:
+                return found
+    return None

@@ -34,7 +34,7 @@ def pieces(shape: torch.Size, layout: Layout) -> tuple[Piece, ...]:
     state = torch.empty(layout.row_shape(weight), device="meta")
 
     def starts(t: Tensor) -> tuple[int, ...]:
-        return tuple(t.storage_offset() + i * t.stride(0) for i in range(t.shape[0]))
+        return tuple(int(t.storage_offset()) + i * t.stride(0) for i in range(t.shape[0]))
 
     return tuple(
         Piece(W.shape[1], W.shape[2], starts(W), W.stride(1), starts(rows), rows.stride(1))
@@ -57,9 +57,7 @@ class Table:
         self, places: Sequence[tuple[int, int, int]], rows: Sequence[dict[str, Tensor]]
     ) -> Tensor:
         """With the addresses now: of W, G, M, and of the row state, 0 for what is not kept."""
-        state = [
-            [row[name].data_ptr() if name in row else 0 for name in ROW_STATE] for row in rows
-        ]
+        state = [[row[name].data_ptr() if name in row else 0 for name in ROW_STATE] for row in rows]
         both = [[*place, *own] for place, own in zip(places, state, strict=True)]
         lines = self.fixed.clone()
         lines[:, ADDRESSES] += torch.tensor(both, dtype=torch.int64)[self.owner]

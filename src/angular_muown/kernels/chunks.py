@@ -1,0 +1,134 @@
+"""A chunk: some matrices of one kind that pass through the work buffer together."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from angular_muown.kernels import products
+from angular_muown.kernels.after import after_kernel
+from angular_muown.kernels.before import before_kernel
+from angular_muown.kernels.dispatch import CHARTS, RADII
+from angular_muown.kernels.norms import (
+    normalize_kernel,
+    scales_kernel,
+    second_moment_kernel,
+    squares_kernel,
+)
+from angular_muown.kernels.schedule import SCALE, Places, Product
+from angular_muown.kernels.tables import Kind
+from angular_muown.recipe import Recipe
+from angular_muown.rounding import DROPPED_BITS
+from angular_muown.stages.normalize import RowSecondMoment
+
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+STATS = 4  # row vectors between the kernels; named in rows.py
+ROW_ELEMENTS = 2048  # of a row kernel's program
+TURN_TILE = 64
+BLOCK = 1024  # rows at a time, where one program looks at all of them
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What decides which code runs; numbers are not among it."""
+
+    chart: int
+    radius: int
+    factors: bool
+    nesterov: bool
+    maximize: bool
+    noise: bool
+    iteration: Callable[[Tensor], Tensor]
+
+    @staticmethod
+    def of(recipe: Recipe, group: dict[str, Any]) -> "Choices":
+        return Choices(
+            CHARTS[type(recipe.chart)],
+            RADII[type(recipe.radius)],
+            isinstance(recipe.normalize, RowSecondMoment),
+            group["nesterov"],
+            group["maximize"],
+            group["write_back"] == "stochastic",
+            recipe.orthogonalize,
+        )
+
+
+def words(kind: Kind, places: Places) -> int:
+    """float16 words that a matrix takes, row statistics included."""
+    return places.size + 2 * STATS * kind[0]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    choices: Choices
+    kind: Kind
+    chain: tuple[Product, ...]
+    places: Places
+    size: float  # Frobenius norm that the iteration starts from
+    count: int
+    lines: Tensor  # of the table, from this chunk's first matrix on
+    numbers: Tensor  # this kind's scalars
+    ages: Tensor  # Adam's bias corrections, from this chunk's first matrix on
+    work: Tensor  # this chunk's part of the buffer
+
+    @cached_property
+    def X(self) -> Tensor:
+        size = self.places.size
+        return self.work[: self.count * size].view(self.count, size)
+
+    @cached_property
+    def stats(self) -> Tensor:
+        start = self.count * self.places.size
+        return self.work[start : start + 2 * STATS * self.count * self.kind[0]].view(torch.float32)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.places.size, self.count, self.kind[0], self.kind[1]
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        columns = triton.next_power_of_2(self.kind[1])
+        return max(1, ROW_ELEMENTS // columns), columns
+
+    def _launch(self, kernel: Any, *args: Any) -> None:
+        """A row kernel over all rows: `args`, then the tile."""
+        height, columns = self.tile
+        warps = min(16, max(4, height * columns // 1024))
+        grid = (triton.cdiv(self.kind[0], height), self.count)
+        kernel[grid](*args, height, columns, num_warps=warps)
+
+    def run(self) -> None:
+        self._before()
+        products.run(self.X, *self.kind[:2], self.chain, self.places)
+        self._after()
+
+    def _before(self) -> None:
+        _, _, m, n = self.shape
+        choices, types = self.choices, [TYPES[dtype] for dtype in self.kind[2:]]
+        raw = self.X[:, self.places.raw :]
+        flags = (choices.chart, choices.nesterov, choices.maximize)
+        self._launch(
+            before_kernel, self.lines, self.numbers, self.stats, raw, *self.shape, *flags, *types
+        )
+        scales: Any = scales_kernel[(self.count,)]
+        scales(self.stats, self.count, m, self.size, BLOCK)
+        tiles = triton.cdiv(n, TURN_TILE)
+        normalize: Any = normalize_kernel[triton.cdiv(m, TURN_TILE) * tiles, self.count]
+        normalize(self.stats, raw, self.X, *self.shape, tiles, m < n, TURN_TILE)
+
+    def _after(self) -> None:
+        choices, types = self.choices, [TYPES[dtype] for dtype in self.kind[2:]]
+        Q = self.X[:, self.places.offsets[-1] :]
+        if choices.factors:
+            self._launch(squares_kernel, self.stats, Q, *self.shape, 1 / SCALE)
+            moments: Any = second_moment_kernel[(self.count,)]
+            moments(self.lines, self.numbers, self.stats, *self.shape[1:], BLOCK)
+        noise = choices.noise and self.kind[2] in DROPPED_BITS
+        flags = (choices.chart, choices.radius, choices.factors, choices.maximize, noise)
+        tables = (self.lines, self.numbers, self.ages, self.stats)
+        self._launch(after_kernel, *tables, Q, *self.shape, 1 / SCALE, *flags, *types)

@@ -1,0 +1,122 @@
+"""The fused step on a GPU; run with `pytest -m gpu` on a machine that has one."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from angular_muown import AngularMuown
+from angular_muown.engine import Engine
+from tests.angular_muown.family import FAMILY
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SHAPES = [(768, 768), (2048, 768), (768, 2048), (704, 1024), (144, 304), (2, 256, 512)]
+STEPS = 4  # the first compiles, the second records a graph, the others replay it
+
+
+def spectrum(kind: str, m: int, n: int) -> Tensor:
+    k = min(m, n)
+    U, V = (torch.linalg.qr(torch.randn(side, k, dtype=torch.float64))[0] for side in (m, n))
+    values = {
+        "gauss": torch.rand(k, dtype=torch.float64) + 0.1,
+        "condition 1e12": torch.logspace(0, -12, k, dtype=torch.float64),
+        "rank one": (torch.arange(k) == 0).double(),
+        "repeated": torch.where(torch.arange(k) < k // 2, 1.0, 0.1).double(),
+    }
+    if kind == "huge row":
+        X = torch.randn(m, n, dtype=torch.float64)
+        X[3] *= 1e4
+        return X
+    return U @ torch.diag(values[kind]) @ V.T
+
+
+def run(
+    make: Callable[..., Engine], gradients: list[list[Tensor]], dtype: torch.dtype, fused: bool
+) -> tuple[list[Tensor], Engine]:
+    """How far the weights moved, and the optimizer."""
+    torch.manual_seed(0)
+    start = [0.02 * torch.randn(g.shape, dtype=torch.float64) for g in gradients[0]]
+    params = [nn.Parameter(w.to("cuda", dtype)) for w in start]
+    flat = [p for p in params if p.ndim == 2]
+    groups = [{"params": flat}, {"params": [p for p in params if p.ndim > 2], "view": "stack"}]
+    optimizer = make([group for group in groups if group["params"]])
+    if not fused:
+        optimizer._advance_fused = lambda params, *_: params  # type: ignore[method-assign]
+    before = [p.detach().double().clone() for p in params]
+    for step in gradients:
+        for p, g in zip(params, step, strict=True):
+            p.grad = g.to("cuda", dtype).clone()
+        optimizer.step()
+    return [p.detach().double() - b for p, b in zip(params, before, strict=True)], optimizer
+
+
+def errors(moved: list[Tensor], wanted: list[Tensor]) -> list[float]:
+    return [float((a - b).norm() / b.norm()) for a, b in zip(moved, wanted, strict=True)]
+
+
+@pytest.mark.parametrize("optimizer", FAMILY)
+def test_the_fused_step_is_the_float64_step(optimizer: Callable[..., Engine]) -> None:
+    torch.manual_seed(1)
+    gradients = [[1e-3 * torch.randn(shape) for shape in SHAPES] for _ in range(STEPS)]
+    moved, opt = run(optimizer, gradients, torch.float32, fused=True)
+    eager, _ = run(optimizer, gradients, torch.float32, fused=False)
+    wanted, _ = run(optimizer, gradients, torch.float64, fused=True)
+    assert opt.fused is not None
+    for _, step, rest in opt.fused.steps.values():
+        assert step is not None
+        assert step.graph is not None
+        assert not rest
+    for fast, plain in zip(errors(moved, wanted), errors(eager, wanted), strict=True):
+        assert fast < 5e-3
+        assert fast <= plain
+
+
+@pytest.mark.parametrize("kind", ["gauss", "condition 1e12", "rank one", "repeated", "huge row"])
+@pytest.mark.parametrize("shape", [(768, 768), (2048, 512), (512, 2048)])
+def test_no_spectrum_is_worse_than_in_bfloat16(kind: str, shape: tuple[int, int]) -> None:
+    torch.manual_seed(2)
+    gradients = [[spectrum(kind, *shape)]]
+    make = lambda params: AngularMuown(params, radius="fixed")  # noqa: E731
+    fast, plain = (run(make, gradients, torch.float32, fused)[0] for fused in (True, False))
+    wanted, _ = run(make, gradients, torch.float64, False)
+    assert errors(fast, wanted)[0] <= errors(plain, wanted)[0]
+
+
+def test_lr_momentum_and_kappa_reach_a_recorded_graph() -> None:
+    torch.manual_seed(3)
+    gradients = [[1e-3 * torch.randn(768, 768)] for _ in range(6)]
+    ends = []
+    for fused in (True, False):
+        p = nn.Parameter(0.02 * torch.ones(768, 768, device="cuda").tril())
+        opt = AngularMuown([p], warmup_steps=2, decay_scale=1.0)
+        if not fused:
+            opt._advance_fused = lambda params, *_: params  # type: ignore[method-assign]
+        for t, (g,) in enumerate(gradients):
+            opt.param_groups[0].update(lr=0.01 * (t + 1), momentum=0.5 + 0.05 * t)
+            p.grad = g.cuda()
+            opt.step()
+        ends.append(p.detach() - 0.02 * torch.ones_like(p).tril())
+    assert (ends[0] - ends[1]).norm() < 1e-2 * ends[1].norm()
+
+
+def test_a_copy_in_the_middle_goes_on_to_the_same_bits() -> None:
+    torch.manual_seed(4)
+    gradients = [1e-3 * torch.randn(768, 2048).cuda() for _ in range(6)]
+    p = nn.Parameter(0.02 * torch.randn(768, 2048, device="cuda"))
+    opt = AngularMuown([p])
+    for g in gradients[:3]:
+        p.grad = g.clone()
+        opt.step()
+    q = nn.Parameter(p.detach().clone())
+    other = AngularMuown([q])
+    other.load_state_dict(copy.deepcopy(opt.state_dict()))
+    for g in gradients[3:]:
+        for w, o in ((p, opt), (q, other)):
+            w.grad = g.clone()
+            o.step()
+    assert torch.equal(p, q)
