@@ -1,5 +1,6 @@
 """Before torch is imported: some virtual machines advertise AMX without allowing it, and a bf16
-product would end the process with an illegal instruction."""
+product would end the process with an illegal instruction. Before Triton is imported, by whatever:
+without a GPU its kernels run in its interpreter."""
 
 import os
 
@@ -8,6 +9,9 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 import pytest
 import torch
 from hypothesis import settings
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")

@@ -120,3 +120,90 @@ def test_a_copy_in_the_middle_goes_on_to_the_same_bits() -> None:
             w.grad = g.clone()
             o.step()
     assert torch.equal(p, q)
+
+
+def recorded(p: nn.Parameter, opt: AngularMuown) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """A graph of forward, backward and step for |W x|^2, and its input."""
+    x = torch.zeros(p.shape[1], 8, device="cuda")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        (p @ x).square().sum().backward()
+        opt.step()  # state, buffers, compiled kernels
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    opt.zero_grad()
+    with torch.cuda.graph(graph):
+        (p @ x).square().sum().backward()
+        opt.step()
+    return graph, x
+
+
+def test_a_training_step_recorded_by_the_user() -> None:
+    """Replayed, it follows the scheduler, kappa and Adam's counters, and equals steps without."""
+    torch.manual_seed(5)
+    start = 0.02 * torch.randn(768, 512)
+    inputs = [torch.randn(512, 8) for _ in range(5)]
+    ends = []
+    for use_graph in (True, False):
+        p = nn.Parameter(start.cuda())
+        opt = AngularMuown([p], lr=0.05, capturable=True, decay_scale=1.0)
+        schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda t: 1 / (1 + t))
+        if use_graph:
+            graph, x = recorded(p, opt)
+        else:
+            p.grad = torch.zeros_like(p)
+            opt.step()
+            opt.zero_grad()
+        for values in inputs:
+            if use_graph:
+                x.copy_(values)
+                graph.replay()
+            else:
+                (p @ values.cuda()).square().sum().backward()
+                opt.step()
+                opt.zero_grad()
+            schedule.step()
+        assert int(opt.param_groups[0]["step"]) == len(inputs) + 1
+        ends.append(p.detach().clone())
+    torch.testing.assert_close(*ends, rtol=1e-6, atol=1e-7)
+
+
+def test_recording_is_refused_while_a_parameter_has_no_gradient() -> None:
+    p, q = (nn.Parameter(torch.randn(256, 256, device="cuda")) for _ in range(2))
+    opt = AngularMuown([("p", p), ("q", q)], capturable=True)
+    p.grad = torch.randn_like(p)
+    opt.step()
+    with (
+        pytest.raises(RuntimeError, match="'q' has no gradient"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        opt.step()
+
+
+def test_release_frees_what_a_step_holds() -> None:
+    p = nn.Parameter(torch.randn(2048, 2048, device="cuda"))
+    opt = AngularMuown([p])
+    p.grad = torch.randn_like(p)
+    for _ in range(3):
+        opt.step()
+    held = torch.cuda.memory_allocated()
+    opt.release()
+    assert torch.cuda.memory_allocated() <= held - p.numel()  # a quarter of its bytes
+    opt.step()
+
+
+def test_a_second_optimizer_compiles_nothing() -> None:
+    """Nor does another number of matrices of a known shape, another lr or another step."""
+    from angular_muown.kernels.symmetric import symmetric_kernel
+
+    def step(count: int) -> int:
+        params = [nn.Parameter(torch.randn(384, 512, device="cuda")) for _ in range(count)]
+        opt = AngularMuown(params, lr=0.01 * count)
+        for _ in range(3):
+            for p in params:
+                p.grad = torch.randn_like(p)
+            opt.step()
+        return sum(len(caches[0]) for caches in symmetric_kernel.device_caches.values())
+
+    assert step(3) == step(5) == step(1)

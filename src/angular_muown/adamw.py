@@ -15,8 +15,9 @@ from torch.optim.adamw import adamw
 def init_state(p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
     if "step" in state:
         return
-    # As torch does: a counter on the host costs no kernel; the fused kernel wants it on the device.
-    device = p.device if group.get("fused") else "cpu"
+    # As torch does: a counter on the host costs no kernel; the fused kernel and a recorded step
+    # want it on the device.
+    device = p.device if group.get("fused") or group["capturable"] else "cpu"
     state["step"] = torch.zeros((), dtype=torch.float32, device=device)
     state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
     state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
@@ -37,6 +38,7 @@ def update(
         [state["step"] for state in states],
         foreach=group.get("foreach"),
         fused=group.get("fused"),
+        capturable=group["capturable"] and params[0].is_cuda,
         amsgrad=False,
         beta1=beta1,
         beta2=beta2,

@@ -72,6 +72,8 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "radius_lr": (lambda x: x is None or _is_rate(x), "None (follow lr) or a finite number >= 0"),
     "weight_decay": _RATE,
     "maximize": _BOOL,
+    "capturable": _BOOL,
+    "workspace": (lambda x: _is_number(x) and x > 0, "a number > 0: 0.25 for a quarter"),
     "scale": _one_of(SCALES),
     "orthogonalize": _one_of(ORTHOGONALIZERS),
     "radius": _one_of(RADII),

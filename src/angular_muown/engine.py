@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # imports dynamo at the first call, not with us
 
-from angular_muown import adamw, checks
+from angular_muown import adamw, capture, checks
 from angular_muown.kernels.dispatch import runs_on
 from angular_muown.loading import load_keeping_dtypes
 from angular_muown.placement import zeros_like
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 State = dict[str, Any]
 Observer = Callable[[Stack, Tensor, Tensor], None]
-WORKSPACE = 0.25  # of the matrices' bytes
 HOME = "angular_muown.optimizers"  # where the family's members are defined
 
 ENGINE_DEFAULTS: dict[str, Any] = {
@@ -35,6 +34,8 @@ ENGINE_DEFAULTS: dict[str, Any] = {
     "blocks": None,
     "column_blocks": None,
     "step": 0,  # the group's steps so far: kappa's clock
+    "capturable": False,
+    "workspace": 0.25,
 }
 
 
@@ -101,12 +102,13 @@ class Engine(torch.optim.Optimizer):
         checks.check_values(group)
         param_group.setdefault("base_lr", float(group["lr"]))
         super().add_param_group(param_group)
-        self.fused = None
+        self.release()
         try:
             self._check_parameters(len(self.param_groups) - 1)
         except ValueError:
             self.param_groups.pop()
             raise
+        capture.to_device(self.param_groups[-1])
 
     def _check_parameters(self, index: int) -> None:
         group = self.param_groups[index]
@@ -127,6 +129,8 @@ class Engine(torch.optim.Optimizer):
 
     @_disable_dynamo
     def _advance(self) -> None:
+        if capture.is_recording():
+            capture.check(self.param_groups, self.state)
         active = [self._with_gradient(i) for i in range(len(self.param_groups))]
         rehearsal = not self.state and self._moves_nothing(active)
         for index, (group, params) in enumerate(zip(self.param_groups, active, strict=True)):
@@ -181,11 +185,12 @@ class Engine(torch.optim.Optimizer):
         if self.fused is None:
             from angular_muown.kernels.groups import FusedGroups  # imports Triton
 
-            matrices = [g["params"] for g in self.param_groups if g["algorithm"] == "matrix"]
-            size = sum(p.numel() * p.element_size() for params in matrices for p in params)
-            self.fused = FusedGroups(int(WORKSPACE * size))
-        lr, radius_lr = (float(rate) for rate in rates(group, torch.float64))
-        return self.fused.advance(index, params, states, group, recipe, (lr, radius_lr))
+            matrices = [g for g in self.param_groups if g["algorithm"] == "matrix"]
+            sizes = [
+                g["workspace"] * p.numel() * p.element_size() for g in matrices for p in g["params"]
+            ]
+            self.fused = FusedGroups(int(sum(sizes)))
+        return self.fused.advance(index, params, states, group, recipe, rates(group, torch.float32))
 
     def _init_state(
         self, p: Tensor, state: State, group: dict[str, Any], recipe: Recipe | None
@@ -196,7 +201,8 @@ class Engine(torch.optim.Optimizer):
         compute = torch.promote_types(p.dtype, torch.float32)
         if "step" not in state:
             # float32 on the host: a bf16 counter stops at 256, one on the device costs a sync
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            device = p.device if group["capturable"] else "cpu"
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             dtype = getattr(torch, group["state_dtype"]) if group["state_dtype"] else compute
             state["momentum_buffer"] = zeros_like(p, dtype)
         for name in recipe.rows:
@@ -210,5 +216,19 @@ class Engine(torch.optim.Optimizer):
         """Like every torch optimizer, takes over the groups' values from the state dict; where
         that changes kappa, a warning shows both values. State of another member, algorithm or cut
         is refused. State keeps the dtypes it was saved in."""
-        self.fused = None
+        self.release()
+        own = [{key: group[key] for key in capture.OWN} for group in self.param_groups]
         load_keeping_dtypes(self, super().load_state_dict, state_dict)
+        for group, values in zip(self.param_groups, own, strict=True):
+            capture.adapt(group, values, self.state)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Values that a saved group does not have, because it is older, are the defaults."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+
+    def release(self) -> None:
+        """Free the work buffer and the recorded launches on a GPU; the next step makes new ones."""
+        self.fused = None

@@ -89,7 +89,7 @@ class AngleMonitor:
         for key, column in columns.items():
             values[key] = max(column)[0] if key.endswith("_max") else _weighted_mean(column)
         if self._kappa is not None:
-            values["kappa"] = self._kappa
+            values["kappa"] = float(self._kappa)
         return {key: value for key, value in values.items() if not key.startswith("rows/")}
 
     def _parameters(self) -> dict[str, tuple[Tensor, dict[str, Any]]]:

@@ -15,6 +15,8 @@ Arguments that all members share:
     maximize: ascend.
     state_dtype: dtype of the momentum; None is float32 (float64 for float64 weights).
     write_back: for 16-bit weights, "stochastic" rounding or a float32 "master" copy.
+    capturable: keep lr and counters on the device, so that a step can be recorded in a CUDA graph.
+    workspace: on a GPU, the work buffer's size as a fraction of the matrices' size.
 Arguments of the members with row lengths:
     radius: "adam", "log_adam" (multiplicative) or "fixed".
     radius_lr: the row lengths' learning rate at the initial lr; follows lr's schedule. None: lr.
@@ -39,7 +41,7 @@ Group = dict[str, Any]
 
 
 def _arguments(local_names: dict[str, Any]) -> dict[str, Any]:
-    """A constructor's keyword arguments, which are the group's defaults one to one."""
+    """A constructor's keyword arguments: the group's defaults one to one."""
     return {k: v for k, v in local_names.items() if k not in ("self", "params", "__class__")}
 
 
@@ -92,23 +94,24 @@ class AngularMuown(Engine):
         maximize: bool = False,
         state_dtype: str | torch.dtype | None = None,
         write_back: str = "stochastic",
+        capturable: bool = False,
+        workspace: float = 0.25,
     ) -> None:
         super().__init__(params, _arguments(locals()))
 
-    def kappa(self, group: Group) -> float:
-        """The angular multiplier of the group's next step."""
+    def kappa(self, group: Group) -> Any:
+        """The angular multiplier of the group's next step; a tensor where the step is one."""
         return inverse_polynomial(
             group["step"], group["warmup_steps"], group["decay_scale"], group["decay_degree"]
         )
 
     def angle(self, group: Group) -> float:
         """Degrees that the next step turns a typical row by (with the fan_ratio scale)."""
-        return angle_degrees(float(group["lr"]), self.kappa(group))
+        return angle_degrees(float(group["lr"]), float(self.kappa(group)))
 
     def recipe(self, group: Group) -> Recipe:
-        kappa = self.kappa(group)
-        radius = _radius(group)
-        return Recipe(Oblique(), _polar(group), _scale(group), radius=radius, kappa=kappa)
+        stages = {"radius": _radius(group), "kappa": self.kappa(group)}
+        return Recipe(Oblique(), _polar(group), _scale(group), **stages)
 
 
 class Muown(Engine):
@@ -139,6 +142,8 @@ class Muown(Engine):
         maximize: bool = False,
         state_dtype: str | torch.dtype | None = None,
         write_back: str = "stochastic",
+        capturable: bool = False,
+        workspace: float = 0.25,
     ) -> None:
         super().__init__(params, _arguments(locals()))
 
@@ -167,6 +172,8 @@ class NorMuown(Engine):
         maximize: bool = False,
         state_dtype: str | torch.dtype | None = None,
         write_back: str = "stochastic",
+        capturable: bool = False,
+        workspace: float = 0.25,
     ) -> None:
         super().__init__(params, _arguments(locals()))
 
@@ -199,6 +206,8 @@ class Muon(Engine):
         maximize: bool = False,
         state_dtype: str | torch.dtype | None = None,
         write_back: str = "stochastic",
+        capturable: bool = False,
+        workspace: float = 0.25,
     ) -> None:
         super().__init__(params, _arguments(locals()))
 
@@ -232,6 +241,8 @@ class NorMuon(Engine):
         maximize: bool = False,
         state_dtype: str | torch.dtype | None = None,
         write_back: str = "stochastic",
+        capturable: bool = False,
+        workspace: float = 0.25,
     ) -> None:
         super().__init__(params, _arguments(locals()))
 

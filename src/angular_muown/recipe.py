@@ -35,7 +35,7 @@ class Radius(Stage, Protocol):
     @property
     def signed(self) -> bool: ...
     def __call__(
-        self, g: Tensor, r: Tensor, rows: Rows, lr: float | Tensor, t: float
+        self, g: Tensor, r: Tensor, rows: Rows, lr: float | Tensor, t: float | Tensor
     ) -> Tensor: ...
 
 
@@ -46,7 +46,7 @@ class Recipe:
     scale: Callable[[int, int], float]
     normalize: Normalize = field(default_factory=AsIs)
     radius: Radius = field(default_factory=Fixed)
-    kappa: float = 1.0  # the angular multiplier at this step
+    kappa: float | Tensor = 1.0  # the angular multiplier at this step
 
     @property
     def rows(self) -> tuple[str, ...]:

@@ -5,6 +5,8 @@ that floor (1e-3 rad in bf16). Rounded up with the probability of the remainder,
 by the asked amount on average.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}  # mantissa bits that flo
 WORD = 0xFFFFFFFF
 
 
-def round_stochastically(X: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
+def round_stochastically(X: Tensor, dtype: torch.dtype, seed: int | Tensor) -> Tensor:
     """X (..., m, n) in float32 to `dtype`; the same seed gives the same result.
 
     The noise is a hash of (seed, row, column), not a generator's state: nothing to save, replicas
@@ -41,5 +43,5 @@ def _hash(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def hash_seed(seed: int) -> int:
+def hash_seed(seed: Any) -> Any:
     return (seed * 0x9E3779B9 + 0x7F4A7C15) & WORD  # golden-ratio increments keep seeds apart

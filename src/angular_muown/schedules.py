@@ -5,10 +5,23 @@ the angular multiplier kappa.
 """
 
 from math import atan, cos, degrees, pi
+from typing import overload
+
+from torch import Tensor
 
 
-def inverse_polynomial(step: int, warmup_steps: int, scale: float, degree: float) -> float:
-    """kappa_t = (1 + c (t - t_w)_+)^(-p): 1 during warm-up, then falling without an end point."""
+@overload
+def inverse_polynomial(step: int, warmup_steps: int, scale: float, degree: float) -> float: ...
+@overload
+def inverse_polynomial(step: Tensor, warmup_steps: int, scale: float, degree: float) -> Tensor: ...
+def inverse_polynomial(
+    step: int | Tensor, warmup_steps: int, scale: float, degree: float
+) -> float | Tensor:
+    """kappa_t = (1 + c (t - t_w)_+)^(-p): 1 during warm-up, then falling without an end point.
+
+    A tensor gives a tensor, computed where it lies."""
+    if isinstance(step, Tensor):
+        return (1.0 + scale * (step - warmup_steps).clamp(min=0)) ** -degree
     return (1.0 + scale * max(step - warmup_steps, 0)) ** -degree
 
 

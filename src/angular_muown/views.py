@@ -106,7 +106,7 @@ class Piece(NamedTuple):
     G: Tensor
     M: Tensor
     rows: Rows
-    t: float  # Adam's step count, this step included
+    t: float | Tensor  # Adam's step count, this step included; a tensor if capturable
 
 
 @dataclass
@@ -115,7 +115,7 @@ class Stack:
 
     pieces: list[Piece]
     maximize: bool
-    noise: int | None  # seed of the stochastic write-back; None rounds to nearest
+    noise: int | Tensor | None  # seed of the stochastic write-back; None rounds to nearest
     compute: torch.dtype = field(init=False)
 
     def __post_init__(self) -> None:
@@ -130,8 +130,11 @@ class Stack:
         return m, n
 
     @property
-    def t(self) -> float:
-        return self.pieces[0].t
+    def t(self) -> float | Tensor:
+        if not isinstance(self.pieces[0].t, Tensor):
+            return self.pieces[0].t
+        ages = [torch.as_tensor(piece.t).expand(piece.W.shape[0]) for piece in self.pieces]
+        return torch.cat(ages).view(-1, 1, 1)
 
     @cached_property
     def counts(self) -> list[int]:
@@ -188,6 +191,12 @@ class Leaf:
         else:  # such as a channels_last convolution: matrices of it are no views
             self.working = p.contiguous()
 
+    @property
+    def age(self) -> float | Tensor:
+        """As a number if it is on the host; one on the device is not waited for."""
+        t = self.state["step"]
+        return float(t) if t.device.type == "cpu" else t
+
     def pieces(self, row_names: tuple[str, ...]) -> Iterator[Piece]:
         cut, state = self.layout.cut, self.state
         assert self.parameter.grad is not None
@@ -195,7 +204,7 @@ class Leaf:
         tensors = (self.working, whole(self.parameter.grad), self.momentum)
         for i, (W, G, M) in enumerate(zip(*map(cut, tensors), strict=True)):
             own = {name: parts[i] for name, parts in zip(row_names, rows, strict=True)}
-            yield Piece(self.parameter, W, G, M, own, float(state["step"]))
+            yield Piece(self.parameter, W, G, M, own, self.age)
 
     def close(self) -> None:
         """Where the step worked on something else than the parameter and its state, store it."""
@@ -208,12 +217,13 @@ class Leaf:
 
 
 def stacks(
-    leaves: Sequence[Leaf], row_names: tuple[str, ...], maximize: bool, noise: int | None
+    leaves: Sequence[Leaf], row_names: tuple[str, ...], maximize: bool, noise: int | Tensor | None
 ) -> list[Stack]:
     """Pieces of one shape, dtype, device and age go together."""
     groups: dict[Any, list[Piece]] = defaultdict(list)
     for leaf in leaves:
         for piece in leaf.pieces(row_names):
-            key = (*piece.W.shape[-2:], piece.W.dtype, piece.W.device, piece.t)
+            age = None if isinstance(piece.t, Tensor) else piece.t
+            key = (*piece.W.shape[-2:], piece.W.dtype, piece.W.device, age)
             groups[key].append(piece)
     return [Stack(pieces, maximize, noise) for pieces in groups.values()]

@@ -1,13 +1,12 @@
 """The parts of the kernels: which products, where their results lie, what they compute."""
 
-import os
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from angular_muown import AngularMuown, Muon, NorMuown, engine
+from angular_muown import AngularMuown, Muon, NorMuown
 from angular_muown.engine import Engine
 from angular_muown.kernels import schedule
 from angular_muown.kernels.schedule import ALIGNMENT, SCALE, Kind, Product
@@ -16,7 +15,6 @@ from tests.angular_muown.family import noise
 
 if torch.cuda.is_available():
     pytest.skip("tests/test_gpu.py runs the compiled kernels", allow_module_level=True)
-os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is first imported
 pytest.importorskip("triton")
 
 from angular_muown.kernels import products
@@ -208,14 +206,11 @@ def test_zero_and_nan_stay_in_their_matrix(optimizer: Member) -> None:
         assert wanted == all(value.isfinite().all() for value in opt.state[p].values())
 
 
-def test_chunks_through_a_small_buffer_are_the_same_to_the_bit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_chunks_through_a_small_buffer_are_the_same_to_the_bit() -> None:
     gradients = [noise(*shape, seed=i) for i, shape in enumerate([(128, 128)] * 3 + [(144, 128)])]
     ends: list[list[Tensor]] = []
-    for budget, chunks in ((1e-9, 4), (1e9, 2)):
-        monkeypatch.setattr(engine, "WORKSPACE", budget)
-        end, opt = after_a_step(NorMuown, gradients)
+    for workspace, chunks in ((1e-9, 4), (1e9, 2)):
+        end, opt = after_a_step(NorMuown, gradients, workspace=workspace)
         assert opt.fused is not None
         step = opt.fused.steps[0][1]
         assert step is not None

@@ -1,7 +1,6 @@
 """The fused step against the eager one: the same function, in Triton's interpreter."""
 
 import copy
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +16,6 @@ from tests.angular_muown.family import noise, parameter
 
 if torch.cuda.is_available():
     pytest.skip("tests/test_gpu.py runs the compiled kernels", allow_module_level=True)
-os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is first imported
 pytest.importorskip("triton")
 
 from angular_muown.kernels import chunks
@@ -114,6 +112,8 @@ CASES: list[tuple[Member, dict[str, Any]]] = [
     (Muown, {"radius": "fixed", "weight_decay": 5.0}),
     (NorMuown, {"radius_lr": 0.5, "momentum": 0.5, "row_beta": 0.6}),
     (NorMuown, {"radius": "log_adam", "weight_decay": 1.0, "orthogonalize": "gram"}),
+    (AngularMuown, {"capturable": True, "decay_scale": 1.0, "weight_decay": 1.0}),
+    (NorMuown, {"capturable": True, "radius_lr": 0.5}),
     (Muon, {"weight_decay": 2.0}),
     (Muon, {"maximize": True, "nesterov": False, "momentum": 0.6}),
     (NorMuon, {"weight_decay": 2.0, "row_beta": 0.6}),

@@ -10,7 +10,7 @@ from torch import Tensor
 from angular_muown.kernels.chunks import Choices
 from angular_muown.kernels.dispatch import covers, knows
 from angular_muown.kernels.lanes import LANES
-from angular_muown.kernels.numbers import on_host
+from angular_muown.kernels.numbers import write_numbers
 from angular_muown.kernels.step import FusedStep
 from angular_muown.recipe import Recipe
 from angular_muown.views import Layout
@@ -33,7 +33,7 @@ class FusedGroups:
         states: Sequence[dict[str, Any]],
         group: dict[str, Any],
         recipe: Recipe,
-        rates: tuple[float, float],
+        rates: tuple[float | Tensor, float | Tensor],
     ) -> list[Tensor]:
         """Step what the kernels cover; what they do not is returned."""
         if not knows(recipe):
@@ -43,7 +43,8 @@ class FusedGroups:
             device = torch.cuda.device(step.device) if step.device.type == "cuda" else nullcontext()
             with device:
                 step.steps += 1
-                step.refresh(places, on_host(step, group, recipe, *rates))
+                step.refresh(places)
+                write_numbers(step, group, recipe, *rates)
                 self._lend(step)
                 step.run()
         return rest

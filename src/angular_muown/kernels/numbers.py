@@ -1,32 +1,69 @@
-"""A step's scalars for the kernels: two per matrix, a dozen per shape."""
+"""A step's scalars for the kernels: two per matrix, a dozen per kind of matrix."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from angular_muown.kernels.step import NUMBERS, FusedStep
+from angular_muown.kernels.step import NUMBERS, FusedStep, send
 from angular_muown.recipe import Recipe
 from angular_muown.rounding import hash_seed
 
-SEED = 8  # its column holds bits, not a value
+Rate = float | Tensor
+STEP, RADIUS_LR, DECAY, SEED = 1, 2, 3, 8  # columns, as in rows.py; SEED holds bits
+WORDS = 1 << 32  # values of a 32-bit word
 
 
-def on_host(
+def write_numbers(
+    step: FusedStep, group: dict[str, Any], recipe: Recipe, lr: Rate, radius_lr: Rate
+) -> None:
+    if group["capturable"]:
+        _on_device(step, group, recipe, lr, radius_lr)
+    else:
+        send(_on_host(step, group, recipe, float(lr), float(radius_lr)), step.values)
+
+
+def _on_host(
     step: FusedStep, group: dict[str, Any], recipe: Recipe, lr: float, radius_lr: float
 ) -> Tensor:
     """In double precision until they are written down."""
-    (beta1, beta2), seed = group["betas"], hash_seed(group["step"])
     values: list[float] = []
-    kinds = step.known.kinds
-    for m, n, *_ in kinds:
-        turn = lr * recipe.kappa * recipe.scale(m, n)
-        decay = 1 - lr * group["weight_decay"]
-        line = [group["momentum"], turn, radius_lr, decay, beta1, beta2, group["eps"]]
-        values += [*line, group.get("row_beta", 0.0)] + [0.0] * (NUMBERS - len(line) - 1)
-    t = step.steps.double()
-    ages = torch.stack([1 - beta1**t, 1 - beta2**t], dim=-1)[step.known.owner]
-    out = torch.cat([torch.tensor(values, dtype=torch.float64), ages.flatten()]).float()
-    bits = seed - (1 << 32) if seed >= 1 << 31 else seed
-    out.view(torch.int32)[SEED : NUMBERS * len(kinds) : NUMBERS] = bits
+    for m, n, *_ in step.known.kinds:
+        turn = lr * float(recipe.kappa) * recipe.scale(m, n)
+        values += _line(group, turn, radius_lr, 1 - lr * group["weight_decay"])
+    every = torch.tensor(values, dtype=torch.float64)
+    out = torch.cat([every, _ages(step, group).cpu().flatten()]).float()
+    out.view(torch.int32)[SEED : len(values) : NUMBERS] = _signed(hash_seed(group["step"]))
     return out
+
+
+def _on_device(
+    step: FusedStep, group: dict[str, Any], recipe: Recipe, lr: Rate, radius_lr: Rate
+) -> None:
+    """The same without a look from the host: what a graph can replay."""
+    kinds = step.known.kinds
+    lines = step.values[: NUMBERS * len(kinds)].view(len(kinds), NUMBERS)
+    for row, (m, n, *_) in zip(lines, kinds, strict=True):
+        for column, value in enumerate(_line(group, 0.0, 0.0, 0.0)):
+            if column not in (STEP, RADIUS_LR, DECAY, SEED):
+                row[column].fill_(value)
+        row[STEP] = lr * recipe.kappa * recipe.scale(m, n)
+    lines[:, RADIUS_LR] = radius_lr
+    lines[:, DECAY] = 1 - lr * group["weight_decay"]
+    lines.view(torch.int32)[:, SEED] = _signed(hash_seed(group["step"])).to(torch.int32)
+    step.values[lines.numel() :].view(-1, 2).copy_(_ages(step, group))
+
+
+def _line(group: dict[str, Any], turn: float, radius_lr: float, decay: float) -> list[float]:
+    line = [group["momentum"], turn, radius_lr, decay, *group["betas"], group["eps"]]
+    return [*line, group.get("row_beta", 0.0)] + [0.0] * (NUMBERS - len(line) - 1)
+
+
+def _ages(step: FusedStep, group: dict[str, Any]) -> Tensor:
+    """Adam's bias corrections of each matrix."""
+    t = step.steps.double()
+    return torch.stack([1 - beta**t for beta in group["betas"]], dim=-1)[step.owner]
+
+
+def _signed(word: Any) -> Any:
+    return (word + WORDS // 2) % WORDS - WORDS // 2

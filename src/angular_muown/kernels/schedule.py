@@ -51,6 +51,8 @@ class Product:
 
 def products(triples: Sequence[Triple], segments: Sequence[int]) -> list[Product]:
     """The iteration as a list; the result number i is made by the product number i - 1."""
+    if sum(segments) != len(triples) or not set(segments) <= {1, 2}:
+        raise ValueError(f"segments={segments} must be ones and twos that add up to {len(triples)}")
     steps = iter([(a, b / SCALE**2, c / SCALE**4) for a, b, c in triples])
     made: list[Product] = []
     X = 0

@@ -41,8 +41,10 @@ class FusedStep:
         size = NUMBERS * len(self.known.kinds) + 2 * len(self.known.owner)
         self.values = torch.empty(size, dtype=torch.float32, device=self.device)
         self.seen: list[tuple[int, int, int]] = []
+        self.recorded: list[Tensor] = []
         # Counters of one group side by side, so that one addition advances them all.
         self.steps = torch.stack([state["step"] for state in states])
+        self.owner = self.known.owner.to(self.steps.device)
         self.rows: list[dict[str, Tensor]] = []
         for state, step in zip(states, self.steps.unbind(), strict=True):
             state["step"] = step
@@ -109,12 +111,18 @@ class FusedStep:
             for name, kept in row.items()
         )
 
-    def refresh(self, places: list[tuple[int, int, int]], values: Tensor) -> None:
-        """Bring addresses and this step's numbers onto the device."""
-        if places != self.seen:
-            _send(self.known.lines(places, self.rows), self.lines)
+    def refresh(self, places: list[tuple[int, int, int]]) -> None:
+        """Bring addresses onto the device. While a graph is recorded, from a place on the host
+        that the graph may read again whenever it is replayed."""
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self.recorded[-1].copy_(self.known.lines(places, self.rows))
+            self.lines.copy_(self.recorded[-1], non_blocking=True)
+            self.seen = []
+        elif places != self.seen:
+            if not self.seen and self.device.type == "cuda":
+                self.recorded.append(torch.empty_like(self.known.fixed, pin_memory=True))
+            send(self.known.lines(places, self.rows), self.lines)
             self.seen = places
-        _send(values, self.values)
 
     def run(self) -> None:
         """The launches, from the second step on as one graph: a hundred launches cost the host
@@ -142,7 +150,7 @@ class FusedStep:
         return graph
 
 
-def _send(values: Tensor, to: Tensor) -> None:
+def send(values: Tensor, to: Tensor) -> None:
     if to.device.type == "cuda":
         values = values.pin_memory()
     to.copy_(values, non_blocking=True)

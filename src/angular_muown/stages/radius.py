@@ -12,7 +12,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def adam_direction(
-    g: Tensor, r: Tensor, rows: Rows, betas: tuple[float, float], eps: float, t: float
+    g: Tensor, r: Tensor, rows: Rows, betas: tuple[float, float], eps: float, t: float | Tensor
 ) -> Tensor:
     """Adam's bias-corrected direction for the radial gradient r; t counts from 1."""
     beta1, beta2 = betas
@@ -33,7 +33,9 @@ class Adam:
     rows = MOMENTS
     signed = True
 
-    def __call__(self, g: Tensor, r: Tensor, rows: Rows, lr: float | Tensor, t: float) -> Tensor:
+    def __call__(
+        self, g: Tensor, r: Tensor, rows: Rows, lr: float | Tensor, t: float | Tensor
+    ) -> Tensor:
         return g - lr * adam_direction(g, r, rows, self.betas, self.eps, t)
 
 
@@ -49,7 +51,9 @@ class LogAdam:
     rows = MOMENTS
     signed = False
 
-    def __call__(self, g: Tensor, r: Tensor, rows: Rows, lr: float | Tensor, t: float) -> Tensor:
+    def __call__(
+        self, g: Tensor, r: Tensor, rows: Rows, lr: float | Tensor, t: float | Tensor
+    ) -> Tensor:
         change = -lr * adam_direction(g, r, rows, self.betas, self.eps, t)
         return torch.where(g == 0, change.clamp(min=0), g * change.exp())
 
@@ -60,7 +64,9 @@ class Fixed:
     rows = ()
     signed = False
 
-    def __call__(self, g: Tensor, r: Tensor, rows: Rows, lr: float | Tensor, t: float) -> Tensor:
+    def __call__(
+        self, g: Tensor, r: Tensor, rows: Rows, lr: float | Tensor, t: float | Tensor
+    ) -> Tensor:
         return g
 
 

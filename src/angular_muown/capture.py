@@ -1,0 +1,68 @@
+"""CUDA graphs: what a recorded step needs.
+
+A recorded step reads nothing from the host. With `capturable=True` the learning rate, the group's
+clock (and with it kappa) and Adam's counters are tensors on the device; torch's schedulers write
+into such a learning rate, so a replayed step follows them. Other numbers of a group are recorded.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from angular_muown.checks import parameter_names
+
+Group = dict[str, Any]
+
+
+def to_device(group: Group) -> None:
+    """lr and step as tensors beside the parameters; ones that are there already stay themselves."""
+    if not group["capturable"] or not group["params"]:
+        return
+    device = group["params"][0].device
+    for key, dtype in (("lr", torch.float32), ("step", torch.int64)):
+        group[key] = torch.as_tensor(group[key], dtype=dtype, device=device).reshape(())
+
+
+# Settings of this process: a state dict from elsewhere does not change them.
+OWN = ("capturable", "workspace")
+
+
+def adapt(group: Group, own: Group, state: dict[Tensor, Any]) -> None:
+    """A loaded group and its counters, for the settings that the group had before."""
+    was_capturable = group["capturable"]
+    group.update(own)
+    if was_capturable and not group["capturable"]:
+        group["lr"], group["step"] = float(group["lr"]), int(group["step"])
+    to_device(group)
+    fused = group["algorithm"] == "adamw" and group.get("fused")
+    for p in group["params"]:
+        if p in state:
+            device = p.device if group["capturable"] or fused else "cpu"
+            state[p]["step"] = state[p]["step"].to(device)
+
+
+def is_recording() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def check(groups: Sequence[Group], state: dict[Tensor, Any]) -> None:
+    """Refuse to record a step that would not be the one to replay."""
+    for index, group in enumerate(groups):
+        if not group["capturable"]:
+            raise RuntimeError(
+                f"group {index} has capturable=False, so a recorded step would keep this step's "
+                "learning rate and kappa: make the optimizer with capturable=True"
+            )
+        for p, name in zip(group["params"], parameter_names(group, index), strict=True):
+            if p.grad is None:
+                raise RuntimeError(
+                    f"parameter {name!r} has no gradient, so a recorded step would leave it out "
+                    "for ever: record after a backward pass that reaches it, or freeze it and "
+                    "leave it out of the optimizer"
+                )
+            if p not in state:
+                raise RuntimeError(
+                    f"parameter {name!r} has no state yet: take a step before recording one"
+                )
