@@ -58,17 +58,31 @@ class Choices:
         )
 
 
-def words(kind: Kind, places: Places) -> int:
-    """float16 words that a matrix takes, row statistics included."""
-    return places.size + 2 * STATS * kind[0]
+@dataclass(frozen=True)
+class Batch:
+    """All matrices of one kind: `count` lines of the table from `start` on."""
+
+    kind: Kind
+    start: int
+    count: int
+    chain: tuple[Product, ...]
+    places: Places
+
+    @property
+    def words(self) -> int:
+        """float16 words that a matrix takes in the work buffer, row statistics included."""
+        return self.places.size + 2 * STATS * self.kind[0]
+
+    def chunk(self, budget: int) -> int:
+        """Matrices at a time: as many as fit into the budget, evenly."""
+        fitting = max(1, budget // self.words)
+        return -(-self.count // -(-self.count // fitting))
 
 
 @dataclass(frozen=True)
 class Chunk:
     choices: Choices
-    kind: Kind
-    chain: tuple[Product, ...]
-    places: Places
+    batch: Batch
     size: float  # Frobenius norm that the iteration starts from
     count: int
     lines: Tensor  # of the table, from this chunk's first matrix on
@@ -78,39 +92,41 @@ class Chunk:
 
     @cached_property
     def X(self) -> Tensor:
-        size = self.places.size
+        size = self.batch.places.size
         return self.work[: self.count * size].view(self.count, size)
 
     @cached_property
     def stats(self) -> Tensor:
-        start = self.count * self.places.size
-        return self.work[start : start + 2 * STATS * self.count * self.kind[0]].view(torch.float32)
+        start = self.count * self.batch.places.size
+        return self.work[start : start + 2 * STATS * self.count * self.batch.kind[0]].view(
+            torch.float32
+        )
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        return self.places.size, self.count, self.kind[0], self.kind[1]
+        return self.batch.places.size, self.count, self.batch.kind[0], self.batch.kind[1]
 
     @property
     def tile(self) -> tuple[int, int]:
-        columns = triton.next_power_of_2(self.kind[1])
+        columns = triton.next_power_of_2(self.batch.kind[1])
         return max(1, ROW_ELEMENTS // columns), columns
 
     def _launch(self, kernel: Any, *args: Any) -> None:
         """A row kernel over all rows: `args`, then the tile."""
         height, columns = self.tile
         warps = min(16, max(4, height * columns // 1024))
-        grid = (triton.cdiv(self.kind[0], height), self.count)
+        grid = (triton.cdiv(self.batch.kind[0], height), self.count)
         kernel[grid](*args, height, columns, num_warps=warps)
 
     def run(self) -> None:
         self._before()
-        products.run(self.X, *self.kind[:2], self.chain, self.places)
+        products.run(self.X, *self.batch.kind[:2], self.batch.chain, self.batch.places)
         self._after()
 
     def _before(self) -> None:
         _, _, m, n = self.shape
-        choices, types = self.choices, [TYPES[dtype] for dtype in self.kind[2:]]
-        raw = self.X[:, self.places.raw :]
+        choices, types = self.choices, [TYPES[dtype] for dtype in self.batch.kind[2:]]
+        raw = self.X[:, self.batch.places.raw :]
         flags = (choices.chart, choices.nesterov, choices.maximize)
         self._launch(
             before_kernel, self.lines, self.numbers, self.stats, raw, *self.shape, *flags, *types
@@ -122,13 +138,13 @@ class Chunk:
         normalize(self.stats, raw, self.X, *self.shape, tiles, m < n, TURN_TILE)
 
     def _after(self) -> None:
-        choices, types = self.choices, [TYPES[dtype] for dtype in self.kind[2:]]
-        Q = self.X[:, self.places.offsets[-1] :]
+        choices, types = self.choices, [TYPES[dtype] for dtype in self.batch.kind[2:]]
+        Q = self.X[:, self.batch.places.offsets[-1] :]
         if choices.factors:
             self._launch(squares_kernel, self.stats, Q, *self.shape, 1 / SCALE)
             moments: Any = second_moment_kernel[(self.count,)]
             moments(self.lines, self.numbers, self.stats, *self.shape[1:], BLOCK)
-        noise = choices.noise and self.kind[2] in DROPPED_BITS
+        noise = choices.noise and self.batch.kind[2] in DROPPED_BITS
         flags = (choices.chart, choices.radius, choices.factors, choices.maximize, noise)
         tables = (self.lines, self.numbers, self.ages, self.stats)
         self._launch(after_kernel, *tables, Q, *self.shape, 1 / SCALE, *flags, *types)

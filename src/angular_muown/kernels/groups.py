@@ -9,13 +9,11 @@ from torch import Tensor
 
 from angular_muown.kernels.chunks import Choices
 from angular_muown.kernels.dispatch import covers, knows
-from angular_muown.kernels.lanes import LANES
 from angular_muown.kernels.numbers import write_numbers
 from angular_muown.kernels.step import FusedStep
+from angular_muown.kernels.tables import Place
 from angular_muown.recipe import Recipe
 from angular_muown.views import Layout
-
-Place = tuple[int, int, int]
 
 
 class FusedGroups:
@@ -53,7 +51,7 @@ class FusedGroups:
         """One buffer for all steps on a device; it grows with the first step of each of them."""
         if step.chunks:
             return
-        size, work = LANES * step.lane, self.work.get(step.device)
+        size, work = step.workspace, self.work.get(step.device)
         if work is None or work.numel() < size:
             work = torch.empty(size, dtype=torch.float16, device=step.device)
             self.work[step.device] = work

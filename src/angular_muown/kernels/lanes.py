@@ -10,19 +10,19 @@ from angular_muown.kernels.chunks import Chunk
 LANES = 2
 
 
-def launch(chunks: Sequence[Chunk], device: torch.device) -> None:
-    """Chunks in two lanes, each with its half of the work buffer: the tiles of one fill the
+def launch(chunks: Sequence[Chunk], device: torch.device, count: int) -> None:
+    """Chunks in `count` lanes, each with its part of the work buffer: the tiles of one fill the
     processors that the last tiles of the other leave idle."""
     if device.type != "cuda":
         for chunk in chunks:
             chunk.run()
         return
     current = torch.cuda.current_stream(device)
-    lanes = [current, *(side_stream(device, f"lane {i}") for i in range(1, LANES))]
+    lanes = [current, *(side_stream(device, f"lane {i}") for i in range(1, count))]
     for lane in lanes[1:]:
         lane.wait_stream(current)
     for number, chunk in enumerate(chunks):
-        with torch.cuda.stream(lanes[number % LANES]):
+        with torch.cuda.stream(lanes[number % count]):
             chunk.run()
     for lane in lanes[1:]:
         current.wait_stream(lane)

@@ -27,8 +27,8 @@ class Kind(Enum):
     APPLY = "a small matrix times X"
 
 
-# TFLOP/s of the operations that a kind's tiles really compute, on an H200
-# (results/orthogonalize_h200.json). Only their ratios matter, and only between two forms.
+# TFLOP/s of the operations that a kind's tiles really compute, on an H200 (docs/performance.md).
+# Only their ratios matter, and only between two forms.
 RATE = {Kind.GRAM: 520.0, Kind.SMALL: 450.0, Kind.APPLY: 600.0}
 
 

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from angular_muown.kernels.chunks import Choices, Chunk, words
+from angular_muown.capture import is_recording
+from angular_muown.kernels.chunks import Batch, Choices, Chunk
 from angular_muown.kernels.dispatch import ITERATIONS
 from angular_muown.kernels.lanes import LANES, launch, side_stream
 from angular_muown.kernels.schedule import SCALE, allocate, chain_for
-from angular_muown.kernels.tables import ROW_STATE, Kind, table
+from angular_muown.kernels.tables import ROW_STATE, Place, table
 from angular_muown.views import Layout
 
 NUMBERS = 12  # scalars per kind of matrix; named in rows.py
@@ -35,13 +36,19 @@ class FusedStep:
         self.device = params[0].device
         self.gradients = [p.grad.dtype for p in params if p.grad is not None]
         self.known = table(params, states, layout)
-        self.triples, self.margin = ITERATIONS[choices.iteration]
-        self.budget = budget // (2 * LANES)  # float16 words of a lane
+        self.batches, self.margin = self._batches()
+        # Two lanes, unless that is more than the budget: a matrix must be whole.
+        self.lanes = LANES
+        if any(2 * LANES * batch.words > budget for batch in self.batches):
+            self.lanes = 1
+        self.budget = budget // (2 * self.lanes)  # float16 words of a lane
         self.lines = torch.empty_like(self.known.fixed, device=self.device)
-        size = NUMBERS * len(self.known.kinds) + 2 * len(self.known.owner)
+        size = NUMBERS * len(self.batches) + 2 * len(self.known.owner)
         self.values = torch.empty(size, dtype=torch.float32, device=self.device)
-        self.seen: list[tuple[int, int, int]] = []
-        self.recorded: list[Tensor] = []
+        self.seen: list[Place] = []
+        self.recorded: list[Tensor] = []  # lines that graphs of the user read again
+        self.spare: Tensor | None = None  # where the next such graph may read its lines
+        self.stale = False  # whether `lines` are such a graph's
         # Counters of one group side by side, so that one addition advances them all.
         self.steps = torch.stack([state["step"] for state in states])
         self.owner = self.known.owner.to(self.steps.device)
@@ -53,49 +60,47 @@ class FusedStep:
         self.launched = False
         self.graph: torch.cuda.CUDAGraph | None = None
 
-    def _chunk_count(self, kind: Kind, count: int) -> int:
-        """Matrices of a kind at a time: as many as fit, evenly."""
-        places = allocate(kind[0], kind[1], chain_for(kind[0], kind[1], self.triples))
-        fitting = max(1, self.budget // words(kind, places))
-        return -(-count // -(-count // fitting))
+    def _batches(self) -> tuple[list[Batch], float]:
+        triples, margin = ITERATIONS[self.choices.iteration]
+        batches, start = [], 0
+        for kind, count in self.known.kinds.items():
+            chain = chain_for(kind[0], kind[1], triples)
+            places = allocate(kind[0], kind[1], chain)
+            batches.append(Batch(kind, start, count, chain, places))
+            start += count
+        return batches, margin
 
     @property
     def lane(self) -> int:
         """float16 words of a lane's part of the work buffer."""
-        kinds = self.known.kinds.items()
-        plans = (
-            (kind, allocate(*kind[:2], chain_for(*kind[:2], self.triples))) for kind, _ in kinds
-        )
-        return max(
-            self._chunk_count(k, self.known.kinds[k]) * words(k, places) for k, places in plans
-        )
+        return max(batch.chunk(self.budget) * batch.words for batch in self.batches)
+
+    @property
+    def workspace(self) -> int:
+        return self.lanes * self.lane
 
     def use(self, work: Tensor) -> None:
-        """Lay the chunks out in a buffer of LANES * self.lane words."""
+        """Lay the chunks out in a buffer of `workspace` words."""
         self.chunks, self.graph = [], None
-        start, ages = 0, self.values[NUMBERS * len(self.known.kinds) :]
-        for index, (kind, count) in enumerate(self.known.kinds.items()):
-            chain = chain_for(kind[0], kind[1], self.triples)
-            places, size = allocate(kind[0], kind[1], chain), self._chunk_count(kind, count)
-            for first in range(start, start + count, size):
-                place = len(self.chunks) % LANES * self.lane
+        ages = self.values[NUMBERS * len(self.batches) :]
+        for index, batch in enumerate(self.batches):
+            size = batch.chunk(self.budget)
+            for first in range(0, batch.count, size):
+                at, lane = batch.start + first, len(self.chunks) % self.lanes
                 self.chunks.append(
                     Chunk(
                         self.choices,
-                        kind,
-                        chain,
-                        places,
+                        batch,
                         SCALE / self.margin,
-                        min(size, start + count - first),
-                        self.lines[first:],
+                        min(size, batch.count - first),
+                        self.lines[at:],
                         self.values[NUMBERS * index :],
-                        ages[2 * first :],
-                        work[place:],
+                        ages[2 * at :],
+                        work[lane * self.lane :],
                     )
                 )
-            start += count
 
-    def look(self) -> list[tuple[int, int, int]]:
+    def look(self) -> list[Place]:
         """Where weights, gradients and momenta lie now."""
         grads: list[Any] = [p.grad for p in self.params]
         return [
@@ -111,26 +116,34 @@ class FusedStep:
             for name, kept in row.items()
         )
 
-    def refresh(self, places: list[tuple[int, int, int]]) -> None:
+    def refresh(self, places: list[Place]) -> None:
         """Bring addresses onto the device. While a graph is recorded, from a place on the host
-        that the graph may read again whenever it is replayed."""
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self.recorded[-1].copy_(self.known.lines(places, self.rows))
-            self.lines.copy_(self.recorded[-1], non_blocking=True)
-            self.seen = []
-        elif places != self.seen:
-            if not self.seen and self.device.type == "cuda":
-                self.recorded.append(torch.empty_like(self.known.fixed, pin_memory=True))
-            send(self.known.lines(places, self.rows), self.lines)
-            self.seen = places
+        that the graph reads again whenever it is replayed."""
+        recording = is_recording()
+        if recording or self.stale or places != self.seen:
+            lines = self.known.lines(places, self.rows)
+            if not recording:
+                send(lines, self.lines)
+            elif self.spare is None:
+                raise RuntimeError(
+                    "the parameters or their settings have changed since the last step: take one "
+                    "before recording one"
+                )
+            else:
+                self.recorded.append(self.spare.copy_(lines))
+                self.lines.copy_(self.spare, non_blocking=True)
+                self.spare = None
+            self.seen, self.stale = places, recording
+        if self.spare is None and not recording and self.device.type == "cuda":
+            self.spare = torch.empty_like(self.known.fixed, pin_memory=True)
 
     def run(self) -> None:
         """The launches, from the second step on as one graph: a hundred launches cost the host
         more time than the GPU needs for a small model."""
-        if self.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-            launch(self.chunks, self.device)
+        if self.device.type != "cuda" or is_recording():
+            launch(self.chunks, self.device, self.lanes)
         elif not self.launched:  # compiles, and allocates what libraries allocate at first use
-            launch(self.chunks, self.device)
+            launch(self.chunks, self.device, self.lanes)
             self.launched = True
         else:
             if self.graph is None:
@@ -144,7 +157,7 @@ class FusedStep:
             # thread_local: other threads (data loaders, NCCL's watchdog) may use the GPU meanwhile
             graph.capture_begin(capture_error_mode="thread_local")
             try:
-                launch(self.chunks, self.device)
+                launch(self.chunks, self.device, self.lanes)
             finally:
                 graph.capture_end()
         return graph

@@ -16,6 +16,9 @@ ADDRESSES = [0, 1, 2, 4, 5, 6, 7]  # the columns that hold some
 ROW_STATE = ("stored_norm", "row_second_moment", "exp_avg", "exp_avg_sq")
 
 
+Place = tuple[int, int, int]  # addresses of a parameter, its gradient and its momentum
+
+
 class Piece(NamedTuple):
     """Matrices of one shape in a parameter: element offsets, and strides between rows."""
 
@@ -53,9 +56,7 @@ class Table:
     owner: Tensor  # (matrices,) which parameter a matrix belongs to
     fixed: Tensor  # (matrices, LINE): byte offsets and strides
 
-    def lines(
-        self, places: Sequence[tuple[int, int, int]], rows: Sequence[dict[str, Tensor]]
-    ) -> Tensor:
+    def lines(self, places: Sequence[Place], rows: Sequence[dict[str, Tensor]]) -> Tensor:
         """With the addresses now: of W, G, M, and of the row state, 0 for what is not kept."""
         state = [[row[name].data_ptr() if name in row else 0 for name in ROW_STATE] for row in rows]
         both = [[*place, *own] for place, own in zip(places, state, strict=True)]
