@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from angular_muown.kernels.groups import FusedGroups
 
 State = dict[str, Any]
-Observer = Callable[[Stack, Tensor, Tensor], None]
+# parameters with their number of matrices, then U and Q of all of them, (count, m, n)
+Observer = Callable[[Sequence[tuple[Tensor, int]], Tensor, Tensor], None]
 HOME = "angular_muown.optimizers"  # where the family's members are defined
 
 ENGINE_DEFAULTS: dict[str, Any] = {
@@ -59,7 +60,7 @@ def update(
     M, X = heavy_ball(stack.gather_M(), at.T, group["momentum"], group["nesterov"])
     Q = recipe.orthogonalize(X)
     for observe in observers:
-        observe(stack, at.U, Q)
+        observe(stack.parts, at.U, Q)
     Q = recipe.normalize(Q, rows)
     # Decoupled decay, W <- (1 - lr weight_decay) W: since W = g U, it shrinks through g alone.
     g = at.g * (1 - lr * group["weight_decay"]) if group["weight_decay"] else at.g
@@ -180,7 +181,7 @@ class Engine(torch.optim.Optimizer):
     ) -> list[Tensor]:
         """Step by kernels what they cover, and return the rest."""
         group = self.param_groups[index]
-        if self.observers or not runs_on(params[0].device):
+        if not runs_on(params[0].device):
             return params
         if self.fused is None:
             from angular_muown.kernels.groups import FusedGroups  # imports Triton
@@ -190,6 +191,7 @@ class Engine(torch.optim.Optimizer):
                 g["workspace"] * p.numel() * p.element_size() for g in matrices for p in g["params"]
             ]
             self.fused = FusedGroups(int(sum(sizes)))
+        self.fused.observers = self.observers
         return self.fused.advance(index, params, states, group, recipe, rates(group, torch.float32))
 
     def _init_state(

@@ -10,6 +10,7 @@ nothing. Numbers stay on the device until `read`.
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from angular_muown.placement import whole
 from angular_muown.roles import hidden_matrices
 from angular_muown.stages.charts import nonzero, normalize_rows, row_norm
 from angular_muown.stages.normalize import frobenius
-from angular_muown.views import Layout, Stack
+from angular_muown.views import Layout
 
 
 def row_angles(before: Tensor, after: Tensor) -> Tensor:
@@ -131,18 +132,18 @@ class AngleMonitor:
             others = tuple(o for o in self.optimizer.observers if o != self._observe)
             self.optimizer.observers = others
 
-    def _observe(self, stack: Stack, U: Tensor, Q: Tensor) -> None:
+    def _observe(self, parts: Sequence[tuple[Tensor, int]], U: Tensor, Q: Tensor) -> None:
         named: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
-        rows = stack.shape[0]
+        rows = Q.shape[-2]
         sums = {
             "radial_mean": (Q * normalize_rows(U)).sum(dim=-1).abs().sum(dim=-1),
             "orthogonality_error": rows * orthogonality_error(Q),
         }
         start = 0
-        for piece in stack.pieces:
-            part = slice(start, start := start + piece.W.shape[0])
-            seen = self._observed[named.get(piece.parameter, "")]
-            seen["rows"] += rows * piece.W.shape[0]
+        for parameter, count in parts:
+            part = slice(start, start := start + count)
+            seen = self._observed[named.get(parameter, "")]
+            seen["rows"] += rows * count
             for key, value in sums.items():
                 seen[key] += value[part].sum()
 

@@ -140,6 +140,11 @@ class Stack:
     def counts(self) -> list[int]:
         return [piece.W.shape[0] for piece in self.pieces]
 
+    @property
+    def parts(self) -> list[tuple[Tensor, int]]:
+        """Parameters in the stack's order, with their number of matrices."""
+        return [(piece.parameter, piece.W.shape[0]) for piece in self.pieces]
+
     def gather_W(self) -> Tensor:
         return self._gather([piece.W for piece in self.pieces])
 

@@ -84,6 +84,7 @@ class Chunk:
     choices: Choices
     batch: Batch
     size: float  # Frobenius norm that the iteration starts from
+    first: int  # matrix of the batch
     count: int
     lines: Tensor  # of the table, from this chunk's first matrix on
     numbers: Tensor  # this kind's scalars
@@ -118,10 +119,19 @@ class Chunk:
         grid = (triton.cdiv(self.batch.kind[0], height), self.count)
         kernel[grid](*args, height, columns, num_warps=warps)
 
-    def run(self) -> None:
+    def run(self, observe: Callable[["Chunk"], None] | None = None) -> None:
         self._before()
         products.run(self.X, *self.batch.kind[:2], self.batch.chain, self.batch.places)
+        if observe is not None:
+            observe(self)
         self._after()
+
+    @property
+    def Q(self) -> Tensor:
+        """The polar factors, once they are computed, in float32."""
+        m, n, *_ = self.batch.kind
+        start = self.batch.places.offsets[-1]
+        return self.X[:, start : start + m * n].unflatten(1, (m, n)).float() / SCALE
 
     def _before(self) -> None:
         _, _, m, n = self.shape

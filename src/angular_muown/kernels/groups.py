@@ -10,8 +10,8 @@ from torch import Tensor
 from angular_muown.kernels.chunks import Choices
 from angular_muown.kernels.dispatch import covers, knows
 from angular_muown.kernels.numbers import write_numbers
-from angular_muown.kernels.step import FusedStep
-from angular_muown.kernels.tables import Place
+from angular_muown.kernels.step import FusedStep, Observers
+from angular_muown.kernels.tables import Place, dtypes_of
 from angular_muown.recipe import Recipe
 from angular_muown.views import Layout
 
@@ -23,6 +23,7 @@ class FusedGroups:
         self.budget = budget  # bytes
         self.steps: dict[int, tuple[Any, FusedStep | None, list[Tensor]]] = {}
         self.work: dict[torch.device, Tensor] = {}
+        self.observers: Observers = ()
 
     def advance(
         self,
@@ -44,7 +45,7 @@ class FusedGroups:
                 step.refresh(places)
                 write_numbers(step, group, recipe, *rates)
                 self._lend(step)
-                step.run()
+                step.run(self.observers)
         return rest
 
     def _lend(self, step: FusedStep) -> None:
@@ -95,5 +96,5 @@ class FusedGroups:
             return True
         if any(a[0] != b[0] or a[2] != b[2] for a, b in zip(places, step.seen, strict=True)):
             return False
-        pairs = zip(step.params, step.states, step.gradients, strict=True)
-        return all(covers(p, s, layout) and p.grad.dtype == kind for p, s, kind in pairs)  # type: ignore[union-attr]
+        known = zip(step.params, step.states, step.dtypes, strict=True)
+        return all(covers(p, s, layout) and dtypes_of(p, s) == kind for p, s, kind in known)

@@ -4,7 +4,7 @@ All addresses and numbers are read from small tensors on the device, so the laun
 the same from step to step whatever moves: gradients, learning rate, kappa, momentum.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,11 @@ from angular_muown.kernels.chunks import Batch, Choices, Chunk
 from angular_muown.kernels.dispatch import ITERATIONS
 from angular_muown.kernels.lanes import LANES, launch, side_stream
 from angular_muown.kernels.schedule import SCALE, allocate, chain_for
-from angular_muown.kernels.tables import ROW_STATE, Place, table
+from angular_muown.kernels.tables import ROW_STATE, Place, dtypes_of, table
+from angular_muown.stages.charts import normalize_rows
 from angular_muown.views import Layout
 
+Observers = Sequence[Callable[[Sequence[tuple[Tensor, int]], Tensor, Tensor], None]]
 NUMBERS = 12  # scalars per kind of matrix; named in rows.py
 
 
@@ -33,8 +35,9 @@ class FusedStep:
         budget: int,
     ) -> None:
         self.params, self.states, self.choices = list(params), list(states), choices
+        self.layout = layout
         self.device = params[0].device
-        self.gradients = [p.grad.dtype for p in params if p.grad is not None]
+        self.dtypes = [dtypes_of(p, state) for p, state in zip(params, states, strict=True)]
         self.known = table(params, states, layout)
         self.batches, self.margin = self._batches()
         # Two lanes, unless that is more than the budget: a matrix must be whole.
@@ -92,6 +95,7 @@ class FusedStep:
                         self.choices,
                         batch,
                         SCALE / self.margin,
+                        first,
                         min(size, batch.count - first),
                         self.lines[at:],
                         self.values[NUMBERS * index :],
@@ -137,10 +141,13 @@ class FusedStep:
         if self.spare is None and not recording and self.device.type == "cuda":
             self.spare = torch.empty_like(self.known.fixed, pin_memory=True)
 
-    def run(self) -> None:
+    def run(self, observers: Observers = ()) -> None:
         """The launches, from the second step on as one graph: a hundred launches cost the host
-        more time than the GPU needs for a small model."""
-        if self.device.type != "cuda" or is_recording():
+        more time than the GPU needs for a small model. An observed step is launched as it is."""
+        if observers:
+            for chunk in self.chunks:
+                chunk.run(lambda chunk: self._show(chunk, observers))
+        elif self.device.type != "cuda" or is_recording():
             launch(self.chunks, self.device, self.lanes)
         elif not self.launched:  # compiles, and allocates what libraries allocate at first use
             launch(self.chunks, self.device, self.lanes)
@@ -149,6 +156,18 @@ class FusedStep:
             if self.graph is None:
                 self.graph = self._capture()
             self.graph.replay()
+
+    def _show(self, chunk: Chunk, observers: Observers) -> None:
+        found = [
+            (p, W)
+            for p, kind in zip(self.params, self.dtypes, strict=True)
+            for piece in self.layout.cut(p.detach())
+            if (*piece.shape[1:], *kind) == chunk.batch.kind
+            for W in piece
+        ][chunk.first : chunk.first + chunk.count]
+        U = normalize_rows(torch.stack([W for _, W in found]).float())
+        for observe in observers:
+            observe([(p, 1) for p, _ in found], U, chunk.Q)
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         graph, stream = torch.cuda.CUDAGraph(), side_stream(self.device, "capture")

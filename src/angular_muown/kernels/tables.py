@@ -65,11 +65,15 @@ class Table:
         return lines
 
 
+def dtypes_of(p: Tensor, state: dict[str, Any]) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    assert p.grad is not None
+    return p.dtype, p.grad.dtype, state["momentum_buffer"].dtype
+
+
 def table(params: Sequence[Tensor], states: Sequence[dict[str, Any]], layout: Layout) -> Table:
     lines: dict[Kind, list[list[int]]] = defaultdict(list)
     for index, (p, state) in enumerate(zip(params, states, strict=True)):
-        assert p.grad is not None
-        dtypes = (p.dtype, p.grad.dtype, state["momentum_buffer"].dtype)
+        dtypes = dtypes_of(p, state)
         sizes = [dtype.itemsize for dtype in dtypes]
         for piece in pieces(p.shape, layout):
             for at, at_state in zip(piece.offsets, piece.state_offsets, strict=True):
