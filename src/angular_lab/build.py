@@ -47,6 +47,28 @@ def parallelize(model: LanguageModel, spec: Spec, ranks: Ranks) -> nn.Module:
     return spread
 
 
+class Models:
+    """The model of a process that makes run after run: one of the same shape is taken again, its
+    weights initialised in place, so that nothing is compiled anew."""
+
+    def __init__(self) -> None:
+        self._key: tuple[Any, ...] = ()
+        self._kept: tuple[LanguageModel, nn.Module] | None = None
+
+    def take(self, spec: Spec, ranks: Ranks) -> tuple[LanguageModel, nn.Module]:
+        """A model as `make_model` makes it, and what the loop calls."""
+        key = (spec.model, spec.compile, spec.precision, ranks.device)
+        if ranks.world > 1 or self._kept is None or key != self._key:
+            model = make_model(spec, ranks)
+            self._key, self._kept = key, (model, parallelize(model, spec, ranks))
+            return self._kept
+        model, _ = self._kept
+        model.init_weights(spec.seed)
+        model.zero_grad(set_to_none=True)
+        model.train()
+        return self._kept
+
+
 def make_optimizer(model: LanguageModel, spec: Spec) -> torch.optim.Optimizer:
     """After `parallelize`: sharding swaps the parameters."""
     o = spec.optim

@@ -1,221 +1,89 @@
 """`angular-lab export-speedrun`: the optimizer, the model and the loop as one file to read and run.
 
-The track wants a single script that imports torch alone. It is not typed a second time: from `main`
-of speedrun_script.py on, every definition in use is copied from the lab's and the library's own
-source, module by module in the order in which Python would import them; the rest stays behind.
-
-A copied text changes in three places only: imports inside the two packages go, `module.name`
-becomes `name`, and a name that means several things gets its module's name in front. Where a
-local variable of the same name makes that doubtful, the export stops and says so.
+The track wants a single script that imports torch alone. It is not typed a second time: inline.py
+copies what speedrun_script.py uses from the lab's and the library's own source, and the values of
+the recipe are written in as they are now.
 """
 
 import ast
-import builtins
 import json
 import sys
-from collections import Counter
 from dataclasses import fields, is_dataclass
-from importlib import import_module
-from importlib.util import find_spec
-from itertools import accumulate
 from pathlib import Path
-from textwrap import indent
-from typing import Any, NamedTuple
+from typing import Any
 
+from angular_lab import speedrun_script
+from angular_lab.inline import Script
 from angular_muown import __version__
 
-PACKAGES = ("angular_muown", "angular_lab")
-ROOT, ENTRY, RECIPE = "angular_lab.speedrun_script", "main", "RECIPE"
-LEFT_OUT = "angular_muown.kernels"  # ROOT has stand-ins that send every step down the eager path
+LEFT_OUT = "angular_muown.kernels"  # the script's stand-ins send every step down the eager path
+ALLOWED = {"torch", *sys.stdlib_module_names}
 HEADER = f'''"""AngularMuown on the optimization track of modded-nanogpt, in one file.
 
 Written by `angular-lab export-speedrun` (angular-muown {__version__}, Apache-2.0). Each section is
 copied from the file that it is named after; the run itself is in the last one.
 """
 '''
+END = 'if __name__ == "__main__":\n    main()\n'
 
 
-class Symbol(NamedTuple):
-    """A definition. With name "" it is a module; with module "", what a foreign import makes."""
-
-    module: str
-    name: str
-
-
-class Use(NamedTuple):
-    """A piece of text, as bytes from .. to, that stands for a symbol."""
-
-    start: int
-    end: int
-    symbol: Symbol
+def export_speedrun(out: Path) -> Path:
+    """Write the script. The same sources give the same bytes."""
+    _check_recipe()
+    source = Path(speedrun_script.__file__).read_text(encoding="utf-8")
+    script = Script(speedrun_script.__name__, "main", _with_values(source), LEFT_OUT)
+    text = "\n\n".join([HEADER + "\n" + str(script) + "\n", END])
+    _check_imports(text, out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(text, encoding="utf-8", newline="\n")
+    return out
 
 
-def is_own(module: str) -> bool:
-    return module.split(".")[0] in PACKAGES
-
-
-def stored(node: ast.AST) -> set[str]:
-    names = (n for n in ast.walk(node) if isinstance(n, ast.Name))
-    return {n.id for n in names if isinstance(n.ctx, ast.Store)}
-
-
-def bound(node: ast.AST) -> set[str]:
-    """Every name that is bound somewhere in a piece of code, in whatever scope."""
-    names = stored(node)
-    for n in ast.walk(node):
-        if isinstance(n, ast.Global):
-            raise ValueError(f"'global {n.names[0]}' cannot be exported: pass it as an argument")
-        if isinstance(n, ast.arg):
-            names.add(n.arg)
-        elif isinstance(n, ast.alias):
-            names.add(n.asname or n.name.split(".")[0])
-        elif isinstance(own := getattr(n, "name", None), str):  # def, class, except, case
-            names.add(own)
-    return names
-
-
-class Statement:
-    """A definition of a module, with the comment lines above it."""
-
-    def __init__(self, node: ast.stmt, first_line: int) -> None:
-        self.node, self.first_line = node, first_line
-        is_block = isinstance(node, ast.FunctionDef | ast.ClassDef)
-        self.names = {node.name} if is_block else stored(node)
-        self.inner = bound(node) - self.names  # local variables, arguments, methods
-
-
-class Module:
-    """A source file: what it defines, and what it imports."""
-
-    def __init__(self, name: str, source: str) -> None:
-        self.name = name
-        self.own: dict[str, Symbol] = {}  # local name -> what it was imported from
-        self.foreign: dict[str, str] = {}  # local name -> the import that makes it
-        self.source = self._lift_imports(source).encode()
-        self.starts = [0, *accumulate(map(len, self.source.splitlines(keepends=True)))]
-        tree = ast.parse(self.source)
-        self.doc = ast.get_docstring(tree) or ""
-        self.statements: list[Statement] = []
-        end = 0
-        for node in tree.body[bool(self.doc) :]:
-            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign):
-                self.statements.append(Statement(node, end + 1))
-            elif isinstance(node, ast.Import | ast.ImportFrom):
-                self._import(node)
-            elif not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
-                raise ValueError(
-                    f"{name}, line {node.lineno}: only imports, functions, classes and assignments "
-                    "can be exported; move this into a function"
-                )
-            end = node.end_lineno or end
-        self.defined = set[str]().union(*(s.names for s in self.statements))
-
-    def _lift_imports(self, source: str) -> str:
-        """Imports from the two packages inside functions count for the whole module here."""
-        lines = source.splitlines(keepends=True)
-        for top in ast.parse(source).body:
-            if isinstance(top, ast.FunctionDef | ast.ClassDef):
-                for node in ast.walk(top):
-                    if isinstance(node, ast.ImportFrom) and is_own(node.module or ""):
-                        self._import(node)
-                        lines[node.lineno - 1 : node.end_lineno] = [""] * (
-                            (node.end_lineno or node.lineno) - node.lineno + 1
-                        )
-        return "".join(lines)
-
-    def _import(self, node: ast.Import | ast.ImportFrom) -> None:
-        origin = node.module if isinstance(node, ast.ImportFrom) else None
-        for alias in node.names:
-            if alias.name == "*" or getattr(node, "level", 0):
-                raise ValueError(f"{self.name}, line {node.lineno}: import by full names, not *")
-            local = alias.asname or alias.name.split(".")[0]
-            if is_own(origin or alias.name):
-                self.own[local] = Symbol(origin or alias.name, alias.name if origin else "")
-            elif origin != "__future__":
-                text = "import " + alias.name + (f" as {alias.asname}" if alias.asname else "")
-                self.foreign[local] = f"from {origin} {text}" if origin else text
-
-    def place(self, line: int | None, column: int | None) -> int:
-        return self.starts[(line or 1) - 1] + (column or 0)
-
-
-class Script:
-    """Definitions from several modules, on their way into one file."""
-
-    def __init__(self) -> None:
-        self.modules: dict[str, Module] = {}
-        self.foreign: dict[str, str] = {}
-        self.kept: dict[Symbol, None] = {}
-        self.order: list[str] = []
-        self._keep(Symbol(ROOT, ENTRY))
-        counts = Counter(symbol.name for symbol in self.kept)
-        taken = {*self.foreign, *dir(builtins)}
-        self.names = {
-            s: f"{s.module.split('.')[-1]}_{s.name.lstrip('_')}"
-            if counts[s.name] > 1 or s.name in taken else s.name
-            for s in self.kept
-        }  # fmt: skip
-        for name, count in Counter((*self.names.values(), *self.foreign)).items():
-            if count > 1 or (name in self.foreign and name in dir(builtins)):
-                raise ValueError(f"{name} would mean two things in the script: rename one of them")
-
-    def module(self, name: str) -> Module:
-        if name not in self.modules:
-            found = find_spec(name)
-            if found is None or found.origin is None:
-                raise ValueError(f"the source of {name} is not there: install the whole package")
-            source = Path(found.origin).read_text(encoding="utf-8")
-            self.modules[name] = Module(name, with_values(source) if name == ROOT else source)
-        return self.modules[name]
-
-    def meaning(self, module: str, name: str) -> Symbol:
-        """What a name of a module stands for, by way of all imports in between."""
-        if f"{module}.".startswith(f"{LEFT_OUT}."):
-            if name not in self.module(ROOT).defined:
-                raise ValueError(f"{module}.{name} is left out: give {ROOT} a stand-in for it")
-            module = ROOT
-        m = self.module(module)
-        if name in m.defined:
-            return Symbol(module, name)
-        if name in m.own:
-            return self.meaning(*m.own[name]) if m.own[name].name else m.own[name]
-        if name not in m.foreign:  # `from package import module`
-            return Symbol(f"{module}.{name}", "")
-        if self.foreign.setdefault(name, m.foreign[name]) != m.foreign[name]:
+def _check_recipe() -> None:
+    """What the script does not offer may not be asked of it silently."""
+    spec = speedrun_script.RECIPE
+    wanted = {"optim.name": "angular_muown", "schedule.kind": "wsd", "model.kind": "gpt_speedrun"}
+    for key, value in wanted.items():
+        part, name = key.split(".")
+        found = getattr(getattr(spec, part), name)
+        if found != value:
             raise ValueError(
-                f"{module} has '{m.foreign[name]}', another module '{self.foreign[name]}': one of "
-                "the two needs another name"
+                f"the recipe speedrun has {key}={found}, but the script knows {value} only: "
+                "extend speedrun_script.py"
             )
-        return Symbol("", name)
 
-    def uses(self, m: Module, s: Statement) -> list[Use]:
-        """Where a statement names something of its module, its own definition included. A local
-        variable of the same name counts too: without a new name, that changes nothing."""
-        found: list[Use] = []
-        if isinstance(s.node, ast.FunctionDef | ast.ClassDef):
-            at = m.source.index(s.node.name.encode(), m.place(s.node.lineno, 0))
-            found.append(Use(at, at + len(s.node.name), Symbol(m.name, s.node.name)))
-        nodes = list(ast.walk(s.node))
-        owners = {n.value: n for n in nodes if isinstance(n, ast.Attribute)}
-        for node in nodes:
-            if isinstance(node, ast.Name) and node.id in {*m.defined, *m.own, *m.foreign}:
-                symbol, text = self.meaning(m.name, node.id), owners.get(node, node)
-                if symbol.name or node.id in s.inner:
-                    text = node
-                elif isinstance(text, ast.Attribute):  # module.name
-                    symbol = self.meaning(symbol.module, text.attr)
-                if not symbol.name:
-                    raise ValueError(f"{m.name}, line {node.lineno}: {node.id} is a module, and only module.name can be exported")
-                start = m.place(text.lineno, text.col_offset)
-                found.append(Use(start, m.place(text.end_lineno, text.end_col_offset), symbol))
-        return found
 
-    def _keep(self, symbol: Symbol) -> None:
-        if symbol in self.kept or not symbol.module:
-            return
-        self.kept[symbol] = None
-        m = self.module(symbol.module)
-        for s in m.statements:
-            if symbol.name in s.names:
-                for name in (*(use.symbol for use in self.uses(m, s)), *(Symbol(m.name, n) for n in s.names)):
-                    self._keep(name)
+def _with_values(source: str) -> str:
+    """The script's source with the value in place of every RECIPE.something that a line sets."""
+    lines = source.splitlines(keepends=True)
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Attribute):
+            line = lines[node.lineno - 1]
+            name, text = line.split()[0].rstrip(":"), ast.unparse(node.value)
+            if text.startswith("RECIPE."):
+                value = _literal(getattr(speedrun_script, name))
+                lines[node.lineno - 1] = line.replace(text, value)
+    return "".join(lines)
+
+
+def _literal(value: Any) -> str:
+    """A value as one would write it."""
+    if is_dataclass(value) and not isinstance(value, type):
+        given = (f"    {f.name}={_literal(getattr(value, f.name))},\n" for f in fields(value))
+        return f"{type(value).__name__}(\n{''.join(given)})"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:_}" if abs(value) > 9999 else str(value)
+    return json.dumps(value) if isinstance(value, str) else repr(value)
+
+
+def _check_imports(text: str, out: Path) -> None:
+    compile(text, str(out), "exec")
+    for node in ast.walk(ast.parse(text)):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        for name in names:
+            if name.split(".")[0] not in ALLOWED:
+                raise ValueError(
+                    f"the script would import {name}, and the track allows torch and the standard "
+                    "library only: do without it, or leave it out as the kernels are"
+                )

@@ -3,12 +3,14 @@
 import hashlib
 import sys
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import torch
 
 import angular_muown
 from angular_lab import checkpoint
+from angular_lab.build import Models
 from angular_lab.manifest import MANIFEST
 from angular_lab.overrides import keys
 from angular_lab.prepare import prepare_stdlib
@@ -32,8 +34,16 @@ def data_folder(spec: Spec, ranks: Ranks, cache: Path = Path("data/stdlib")) -> 
     return prepare_stdlib(cache)  # made by now: this only says where
 
 
-def train(spec: Spec, out: Path, resume: bool = False, device: str = "") -> RunDir:
-    """Run a spec in a folder. With `resume`, go on where it stopped; a finished run returns."""
+def train(
+    spec: Spec,
+    out: Path,
+    resume: bool = False,
+    device: str = "",
+    until: float = inf,
+    models: Models | None = None,
+) -> RunDir:
+    """Run a spec in a folder. With `resume`, go on where it stopped; a finished run returns.
+    At `until`, on the monotonic clock, the run is saved and left like one that got SIGTERM."""
     ranks = start_ranks(device)
     run = RunDir(out)
     if ranks.first:
@@ -50,7 +60,7 @@ def train(spec: Spec, out: Path, resume: bool = False, device: str = "") -> RunD
         data = data_folder(spec, ranks)
         if started and run.read_data() != fingerprint(data):
             raise ValueError(f"{run.path} was started on other tokens than {data} holds now")
-        trainer = Trainer(spec, run, ranks, data)
+        trainer = Trainer(spec, run, ranks, data, until, models)
         ranks.barrier()  # all have looked before one writes
         if ranks.first and not started:  # and only now: a spec that cannot run leaves no run
             run.write_spec(spec, versions(ranks), fingerprint(data))

@@ -19,7 +19,7 @@ def describe(spec: Spec) -> str:
     parameters = sum(p.numel() for p in model.parameters())
     tokens = spec.steps * spec.tokens_per_step
     flops = model.flops_per_token() * tokens
-    rate, source = _rate()
+    rate, source = rate_here()
     lines = [
         json.dumps(spec.to_dict(), indent=2),
         "",
@@ -55,7 +55,7 @@ def _state_bytes(parameters: int) -> int:
     return parameters * (4 + 4 + 8)  # weights, gradients, at most two moments, float32
 
 
-def _rate() -> tuple[float, str]:
+def rate_here() -> tuple[float, str]:
     """FLOP/s to expect here, and where the figure comes from."""
     if torch.cuda.is_available():
         peak = peak_flops(torch.device("cuda"))

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,18 +22,19 @@ from torch import Tensor, nn
 
 from angular_lab.models.gpt_speedrun import GPTSpeedrun
 from angular_lab.recipes import speedrun
+from angular_lab.spec import ModelSpec, OptimSpec, ScheduleSpec
 from angular_muown import AngularMuown, plan, wsd
 
 RECIPE = speedrun()
-# What is read from RECIPE is written into the exported file as its value.
+# The recipe's numbers; in the exported file they stand here as values.
 STEPS = RECIPE.steps
 BATCH = RECIPE.batch  # sequences per step over all ranks
 MICRO_BATCH = RECIPE.micro_batch  # sequences per forward pass and rank
 SEED = RECIPE.seed
 CLIP = RECIPE.clip  # global gradient norm; 0: none
-MODEL = RECIPE.model
-OPTIM = RECIPE.optim
-SCHEDULE = RECIPE.schedule
+MODEL: ModelSpec = RECIPE.model
+OPTIM: OptimSpec = RECIPE.optim
+SCHEDULE: ScheduleSpec = RECIPE.schedule
 
 # The track's own numbers.
 VAL_TOKENS = 20 * 524_288
@@ -124,22 +125,18 @@ def batches(folder: Path, split: str, tokens: int, sequence: int, place: Place) 
 def make_optimizer(model: GPTSpeedrun, warmup: int) -> AngularMuown:
     """Hidden matrices by AngularMuown, q, k and v each on its own; the rest by AdamW."""
     o = OPTIM
-    groups = plan(
-        model,
-        blocks=model.blocks() if o.split_blocks else {},
-        aux_lr=o.aux_lr or None,
-        aux_weight_decay=o.aux_weight_decay,
-    )
+    scale: dict[str, Any] = {"scale": o.scale} if o.scale else {}  # "": the optimizer's own
+    blocks = model.blocks() if o.split_blocks else {}
+    aux = {"aux_lr": o.aux_lr or None, "aux_weight_decay": o.aux_weight_decay}
+    groups = plan(model, blocks=blocks, **aux)
     for group in groups:
         if group["algorithm"] == "adamw":
             group["fused"] = next(model.parameters()).is_cuda
     return AngularMuown(
-        groups,
-        lr=o.lr,
-        momentum=o.momentum, betas=(o.beta1, o.beta2), weight_decay=o.weight_decay,
-        warmup_steps=warmup, decay_scale=o.decay_scale, decay_degree=o.decay_degree,
-        orthogonalize=o.orthogonalize, radius=o.radius, radius_lr=o.radius_lr or None,
-        **({"scale": o.scale} if o.scale else {}),
+        groups, lr=o.lr, momentum=o.momentum, betas=(o.beta1, o.beta2),
+        weight_decay=o.weight_decay, warmup_steps=warmup, decay_scale=o.decay_scale,
+        decay_degree=o.decay_degree, orthogonalize=o.orthogonalize, radius=o.radius,
+        radius_lr=o.radius_lr or None, **scale,
     )  # fmt: skip
 
 
@@ -153,8 +150,7 @@ class Run:
         self.model = GPTSpeedrun(replace(MODEL, **sizes))
         self.model.init_weights(options.seed)  # drawn on the CPU: the same on every rank
         self.model.to(place.device)
-        on_gpu = place.device.type == "cuda"
-        if on_gpu:
+        if on_gpu := place.device.type == "cuda":
             self.model.compile()
         self.autocast = torch.autocast(place.device.type, torch.bfloat16, enabled=on_gpu)
         self.optimizer = make_optimizer(self.model, options.warmup)
@@ -206,7 +202,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def check(options: argparse.Namespace, world: int) -> None:
+def check_sizes(options: argparse.Namespace, world: int) -> None:
     if options.batch % world:
         raise ValueError(f"--batch {options.batch} must be divisible by the {world} ranks")
     if options.val_tokens % (options.sequence * world) or options.val_tokens < 1:
@@ -217,16 +213,16 @@ def check(options: argparse.Namespace, world: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    source = Path(__file__).read_text()  # now: the file may change during the run
+    source = Path(__file__).read_text(encoding="utf-8")  # now: the file may change during the run
     options = parse(arguments)
     place = find_place(options.device)
-    check(options, place.world)
+    check_sizes(options, place.world)
     path = Path("logs") / f"{uuid.uuid4()}.txt"
 
     def log(text: str, console: bool = True) -> None:
         if place.rank == 0:
             path.parent.mkdir(exist_ok=True)
-            with path.open("a") as file:
+            with path.open("a", encoding="utf-8") as file:
                 print(text, file=file)
             if console:
                 print(text, flush=True)

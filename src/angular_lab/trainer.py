@@ -1,6 +1,7 @@
 """The training loop: batch, step, evaluate, log, save."""
 
-from math import isfinite
+import time
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,17 @@ from angular_muown import AngleMonitor
 class Trainer:
     """A run in progress. The state of training is the weights, the optimizer's state and `step`."""
 
-    def __init__(self, spec: Spec, run: RunDir, ranks: Ranks, data: Path) -> None:
+    def __init__(
+        self,
+        spec: Spec,
+        run: RunDir,
+        ranks: Ranks,
+        data: Path,
+        until: float = inf,  # on the monotonic clock: save and leave
+        models: build.Models | None = None,
+    ) -> None:
         build.make_deterministic(spec)
-        self.spec, self.run, self.ranks, self.step = spec, run, ranks, 0
+        self.spec, self.run, self.ranks, self.step, self.until = spec, run, ranks, 0, until
         sequence, vocabulary = spec.model.sequence, spec.model.vocabulary
         self.batches = Batches(Tokens(data, "train", sequence, vocabulary), spec.batch, spec.seed)
         self.validation = Tokens(data, "val", sequence, vocabulary)
@@ -33,8 +42,7 @@ class Trainer:
             raise ValueError(
                 f"the validation split of {data} is shorter than one sequence of {sequence} tokens"
             )
-        self.model = build.make_model(spec, ranks)
-        self.parallel = build.parallelize(self.model, spec, ranks)
+        self.model, self.parallel = (models or build.Models()).take(spec, ranks)
         self.optimizer = build.make_optimizer(self.model, spec)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.autocast = torch.autocast(
@@ -66,7 +74,7 @@ class Trainer:
                     self.progress.log(self.step, metrics)
                 if self.due(self.spec.save_every) or self.step in self.spec.pinned:
                     self.save()
-                if self.ranks.any(sigterm.received):
+                if self.ranks.any(sigterm.received or time.monotonic() >= self.until):
                     self.save_once()
                     raise Preempted(f"saved at step {self.step}; go on with --resume auto")
         self.finish()

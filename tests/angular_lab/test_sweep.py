@@ -1,0 +1,164 @@
+"""Sweeps: every run once, whatever happens, and each one as if it were alone."""
+
+import json
+import time
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+
+import pytest
+
+from angular_lab import sweep as sweep_module
+from angular_lab.cost import cost, listing
+from angular_lab.experiments import EXPERIMENTS, SCALES, Experiment, Line, experiment, trained_by
+from angular_lab.preemption import Preempted
+from angular_lab.rundir import RunDir
+from angular_lab.runs import train
+from angular_lab.sweep import Sweep, make_entry
+from tests.angular_lab.runs import lines, tiny
+
+
+def small(data: Path, **changes: object) -> Experiment:
+    spec = tiny(data, save_every=0)
+    rows = (
+        Line("adamw", trained_by(spec, "adamw"), (1e-3, 2e-3, 4e-3)),
+        Line("angular_muown, kappa = 1", trained_by(spec, "angular_muown"), (0.02,)),
+    )
+    plan = Experiment("small", "nano", "A test", rows, (4, 8), (0, 1))
+    return replace(plan, **changes)  # type: ignore[arg-type]
+
+
+def manifest(root: Path) -> dict:
+    return json.loads((root / "sweep.json").read_text())
+
+
+def test_a_sweep_chooses_on_one_seed_and_judges_on_the_others(data: Path, tmp_path: Path) -> None:
+    runner = Sweep(small(data), tmp_path / "sweep", device="cpu")
+    runner.run()
+    found = manifest(tmp_path / "sweep")
+    assert [(e["label"][:5], e["value"], e["seed"]) for e in found["entries"]] == [
+        *[("adamw", value, 0) for value in (1e-3, 2e-3, 4e-3)],
+        ("adamw", found["chosen"]["adamw"]["value"], 1),
+        ("angul", 0.02, 0),
+        ("angul", 0.02, 1),
+    ]
+    losses = {}
+    for entry in found["entries"]:
+        assert entry["status"] == "done"
+        for horizon, folder in entry["folders"].items():
+            run = RunDir(tmp_path / "sweep" / folder)
+            assert run.done
+            assert run.read_spec().steps == int(horizon)
+        if entry["label"] == "adamw" and entry["seed"] == 0:
+            losses[entry["value"]] = run.read_metrics()[-1]["val_loss"]
+    assert found["chosen"]["adamw"]["value"] == min(losses, key=losses.__getitem__)
+
+
+def test_runs_that_share_a_model_are_as_if_alone(data: Path, tmp_path: Path) -> None:
+    plan = small(data, horizons=(6,))
+    Sweep(plan, tmp_path / "sweep", device="cpu").run()
+    for entry in manifest(tmp_path / "sweep")["entries"]:
+        folder = tmp_path / "sweep" / entry["folders"]["6"]
+        train(RunDir(folder).read_spec(), tmp_path / "alone" / folder.name, device="cpu")
+        assert lines(folder) == lines(tmp_path / "alone" / folder.name)
+
+
+def test_the_budget_stops_it_and_nothing_is_done_twice(data: Path, tmp_path: Path) -> None:
+    """Stopped again and again, it ends with the bytes of one that ran through."""
+    plan = small(data)
+    Sweep(plan, tmp_path / "whole", device="cpu").run()
+    stops = 0
+    for _ in range(200):
+        try:
+            Sweep(plan, tmp_path / "pieces", device="cpu").run(budget=0.15)
+            break
+        except Preempted:
+            stops += 1
+    assert stops > 2
+    names = sorted(path.parent.name for path in (tmp_path / "whole").glob("*/metrics.jsonl"))
+    assert names == sorted(p.parent.name for p in (tmp_path / "pieces").glob("*/metrics.jsonl"))
+    for name in names:
+        assert lines(tmp_path / "whole" / name) == lines(tmp_path / "pieces" / name)
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "pieces").rglob("metrics.jsonl")}
+    time.sleep(0.01)
+    Sweep(plan, tmp_path / "pieces", device="cpu").run()
+    assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "pieces").rglob("metrics.jsonl")}
+
+
+def test_a_best_value_at_the_edge_is_flagged_and_extended_on_request(
+    data: Path, tmp_path: Path
+) -> None:
+    low = replace(small(data).lines[0], values=(1e-5, 2e-5))
+    plan = small(data, lines=(low,), horizons=(8,), seeds=(0,))
+    flagged = Sweep(plan, tmp_path / "a", device="cpu")
+    flagged.run()
+    assert flagged.chosen["adamw"].extend == ("above",)
+    assert manifest(tmp_path / "a")["chosen"]["adamw"]["edge"] == ["above"]
+    extended = Sweep(plan, tmp_path / "b", device="cpu")
+    extended.run(extend=2)
+    assert [entry.value for entry in extended.entries] == pytest.approx([1e-5, 2e-5, 4e-5, 8e-5])
+
+
+def test_a_run_that_breaks_down_is_a_result(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    high = replace(small(data).lines[0], values=(1e-3, 1e30))
+    plan = small(data, lines=(high,), horizons=(8,), seeds=(0,))
+    runner = Sweep(plan, tmp_path, device="cpu")
+    runner.run()
+    assert runner.chosen["adamw"].lr == 1e-3
+    assert [entry.loss == inf for entry in runner.entries] == [False, True]
+    assert [entry["status"] for entry in manifest(tmp_path)["entries"]] == ["done", "diverged"]
+    monkeypatch.setattr(sweep_module, "train", lambda *_: pytest.fail("it ran again"))
+    Sweep(plan, tmp_path, device="cpu").run()
+
+
+def test_folders_are_named_by_what_is_in_them(data: Path, tmp_path: Path) -> None:
+    plan = small(data)
+    line = plan.lines[1]
+    entry = make_entry(plan, line, 0.02, 0, tmp_path)
+    assert entry.folder.name.startswith("angular-muown--kappa---1-lr0.02-seed0-")
+    longer = replace(line, spec=replace(line.spec, batch=8))
+    others = [
+        make_entry(plan, line, 0.02, 1, tmp_path),
+        make_entry(plan, line, 0.03, 0, tmp_path),
+        make_entry(plan, longer, 0.02, 0, tmp_path),
+        make_entry(replace(plan, horizons=(4, 12)), line, 0.02, 0, tmp_path),
+    ]
+    assert len({entry.folder, *(other.folder for other in others)}) == 5
+    assert make_entry(plan, line, 0.02, 0, tmp_path) == entry
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_is_one_of_valid_specs(name: str, scale: str, tmp_path: Path) -> None:
+    plan = experiment(name, scale)
+    assert plan.name == name
+    assert len({line.label for line in plan.lines}) == len(plan.lines)
+    for line in plan.lines:
+        for value in line.values:
+            make_entry(plan, line, value, plan.seeds[0], tmp_path)
+    runs, tokens, operations = cost(plan)
+    assert runs >= len(plan.lines)
+    assert operations > tokens > 0
+
+
+def test_the_teaser_has_the_papers_tokens() -> None:
+    """Four lines of five rates: nine tenths of 10B tokens and four cool-downs of a tenth each."""
+    runs, tokens, _ = cost(experiment("teaser", "paper"))
+    assert runs == 20
+    assert tokens == pytest.approx(20 * (9e9 + 0.1 * 25e9), rel=1e-3)
+
+
+def test_the_list_names_everything() -> None:
+    text = listing()
+    assert all(name in text for name in EXPERIMENTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "scale", "message"),
+    [("tease", "s", "did you mean teaser"), ("teaser", "xl", "--scale xl: it must be paper, s")],
+)
+def test_unknown_names(name: str, scale: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        experiment(name, scale)
