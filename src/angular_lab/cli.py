@@ -6,23 +6,14 @@ Exit codes: 0 done, 2 bad input, 3 loss not finite, 75 preempted (saved: run aga
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from math import inf
 from pathlib import Path
 
+from angular_lab.experiment_commands import add_experiments
 from angular_lab.overrides import count, override
 from angular_lab.recipes import RECIPES, recipe
 from angular_lab.spec import Spec
 
 BAD_INPUT, NOT_FINITE, PREEMPTED = 2, 3, 75
-
-
-def seconds(text: str) -> float:
-    """540s, 30m, 2h; a plain number is seconds."""
-    unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:], 0)
-    number = float(text[:-1]) * unit if unit else float(text)
-    if not number > 0:
-        raise ValueError(text)
-    return number
 
 
 def default_folder(spec: Spec) -> Path:
@@ -71,26 +62,6 @@ def trunk(arguments: argparse.Namespace) -> None:
         print(folder)
 
 
-def sweep(arguments: argparse.Namespace) -> None:
-    from angular_lab.experiments import experiment
-    from angular_lab.sweep import Sweep
-
-    plan = experiment(arguments.name, arguments.scale)
-    out: Path = arguments.out or Path("runs") / f"{plan.name}-{plan.scale}"
-    runner = Sweep(plan, out, arguments.data, arguments.device)
-    runner.run(arguments.budget, arguments.extend)
-    for label, best in runner.chosen.items():
-        edge = f", at the grid's edge: {' and '.join(best.extend)}" if best.extend else ""
-        print(f"{label:30} best {best.lr:g}, loss {best.loss:.4f}{edge}")
-    print(out)
-
-
-def experiments(_: argparse.Namespace) -> None:
-    from angular_lab.cost import listing
-
-    print(listing())
-
-
 def show(arguments: argparse.Namespace) -> None:
     from angular_lab.show import describe
 
@@ -118,6 +89,12 @@ def export(arguments: argparse.Namespace) -> None:
 
     write(load_run(arguments.run), RunDir(arguments.run).read_spec().model, arguments.out)
     print(arguments.out)
+
+
+def speedrun(arguments: argparse.Namespace) -> None:
+    from angular_lab.export_speedrun import export_speedrun
+
+    print(export_speedrun(arguments.out))
 
 
 def prepare(arguments: argparse.Namespace) -> None:
@@ -158,19 +135,14 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--seed", type=int)
     sub = add("export", export, "weights in the layout of Hugging Face transformers", "run")
     sub.add_argument("--out", type=Path, required=True)
+    sub = add("export-speedrun", speedrun, "one script for the speedrun's optimization track")
+    sub.add_argument("--out", type=Path, required=True)
     _add_prepare(add("prepare", prepare, "text to token shards"))
     sub = add("demo", demo, "four optimizers on text this machine has, and a report")
     sub.add_argument("--out", type=Path, default=Path("demo"))
     sub.add_argument("--steps", type=int, default=0)
     add("recipes", recipes, "list the named runs")
-    add("experiments", experiments, "list the paper's experiments and what they cost here")
-    sub = add("sweep", sweep, "run an experiment of the paper; run again to go on", "name")
-    sub.add_argument("--scale", default="nano", help="paper, s or nano")
-    sub.add_argument("--data", default="", help="folder of shards; default: the scale's own")
-    sub.add_argument("--out", type=Path, help="folder of the runs")
-    sub.add_argument("--budget", type=seconds, default=inf, help="such as 540s, 30m or 2h")
-    sub.add_argument("--extend", type=int, default=0, help="how often a grid may grow at an edge")
-    sub.add_argument("--device", default="", help="cpu or cuda; default: what there is")
+    add_experiments(add)
     return parser
 
 

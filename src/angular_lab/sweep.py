@@ -113,18 +113,25 @@ class Sweep:
             self._run_one(entry)
         return best_rate({entry.value: entry.loss for entry in entries})
 
+    def pending(self) -> list[Entry]:
+        """What could run now, each by itself: values on the first seed, and where all of a line's
+        are done, its best value on the others."""
+        found: list[Entry] = []
+        first, *others = self.experiment.seeds
+        for line in self.experiment.lines:
+            tried = [self._entry(line, value, first) for value in line.values]
+            if all(entry.done for entry in tried):
+                best = best_rate({entry.value: entry.loss for entry in tried})
+                tried = [self._entry(line, best.lr, seed) for seed in others]
+            found += [entry for entry in tried if not entry.done]
+        return found
+
     def _run_one(self, entry: Entry) -> None:
         if entry.folder not in [known.folder for known in self.entries]:
             self.entries.append(entry)
             self._write()
-        if entry.done:
-            return
-        try:
-            for spec, folder in _stages(entry):
-                train(spec, folder, True, self.device, self.until, self.models)
-        except NotFinite as error:  # a rate too high is a result, not a failure of the sweep
-            write_atomically(entry.folder / DIVERGED, f"{error}\n")
-            print(f"{entry.folder.name} diverged: {error}", file=sys.stderr)
+        if not entry.done:
+            run_entry(entry, self.device, self.until, self.models)
         self._write()
 
     def _write(self) -> None:
@@ -144,6 +151,17 @@ class Sweep:
         }
         self.root.mkdir(parents=True, exist_ok=True)
         write_atomically(self.root / MANIFEST, json.dumps(content, indent=1) + "\n")
+
+
+def run_entry(
+    entry: Entry, device: str = "", until: float = inf, models: Models | None = None
+) -> None:
+    try:
+        for spec, folder in _stages(entry):
+            train(spec, folder, True, device, until, models)
+    except NotFinite as error:  # a rate too high is a result, not a failure of the sweep
+        write_atomically(entry.folder / DIVERGED, f"{error}\n")
+        print(f"{entry.folder.name} diverged: {error}", file=sys.stderr)
 
 
 def _stages(entry: Entry) -> Iterator[tuple[Spec, Path]]:

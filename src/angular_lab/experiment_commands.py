@@ -1,0 +1,73 @@
+"""The commands experiments, sweep, submit and report. What they need is imported when they run."""
+
+import argparse
+from collections.abc import Callable
+from math import inf
+from pathlib import Path
+
+
+def seconds(text: str) -> float:
+    """540s, 30m, 2h; a plain number is seconds."""
+    unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:], 0)
+    number = float(text[:-1]) * unit if unit else float(text)
+    if not number > 0:
+        raise ValueError(text)
+    return number
+
+
+def sweep(arguments: argparse.Namespace) -> None:
+    from angular_lab.experiments import experiment
+    from angular_lab.sweep import Sweep
+
+    plan = experiment(arguments.name, arguments.scale)
+    out: Path = arguments.out or Path("runs") / f"{plan.name}-{plan.scale}"
+    runner = Sweep(plan, out, arguments.data, arguments.device)
+    runner.run(arguments.budget, arguments.extend)
+    for label, best in runner.chosen.items():
+        edge = f", at the grid's edge: {' and '.join(best.extend)}" if best.extend else ""
+        print(f"{label:30} best {best.lr:g}, loss {best.loss:.4f}{edge}")
+    print(out)
+
+
+def submit(arguments: argparse.Namespace) -> None:
+    from angular_lab import launch
+    from angular_lab.experiments import experiment
+    from angular_lab.sweep import Sweep
+
+    plan = experiment(arguments.name, arguments.scale)
+    out: Path = arguments.out or Path("runs") / f"{plan.name}-{plan.scale}"
+    settings = dict(launch.parameter(word) for word in arguments.set)
+    found = launch.jobs(Sweep(plan, out, arguments.data, arguments.device))
+    print(launch.described(found, {"executor": arguments.executor, "folder": out, **settings}))
+    if found and not arguments.dry_run:
+        started = launch.submit(found, out / "jobs", arguments.executor, settings)
+        print("\n".join(str(job.job_id) for job in started))
+        if arguments.executor == "local":
+            for job in started:
+                print(job.result())
+
+
+def experiments(_: argparse.Namespace) -> None:
+    from angular_lab.cost import listing
+
+    print(listing())
+
+
+def add_experiments(add: Callable[..., argparse.ArgumentParser]) -> None:
+    add("experiments", experiments, "list the paper's experiments and what they cost here")
+    for name, function, summary in (
+        ("sweep", sweep, "run an experiment of the paper here; run again to go on"),
+        ("submit", submit, "start what can run now of an experiment in other processes"),
+    ):
+        sub = add(name, function, summary, "name")
+        sub.add_argument("--scale", default="nano", help="paper, s or nano")
+        sub.add_argument("--data", default="", help="folder of shards; default: the scale's own")
+        sub.add_argument("--out", type=Path, help="folder of the runs")
+        sub.add_argument("--device", default="", help="cpu or cuda; default: what there is")
+        if name == "sweep":
+            sub.add_argument("--budget", type=seconds, default=inf, help="540s, 30m, 2h")
+            sub.add_argument("--extend", type=int, default=0, help="rounds at a grid's edge")
+        else:
+            sub.add_argument("--executor", default="slurm", help="slurm or local")
+            sub.add_argument("--dry-run", action="store_true", help="only say what would be done")
+            sub.add_argument("--set", action="append", default=[], metavar="PARAMETER:VALUE")

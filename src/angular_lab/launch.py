@@ -1,0 +1,77 @@
+"""A sweep's runs in other processes: several on this machine, or an array of Slurm jobs.
+
+They write the same folders as `sweep` in one process; a folder's lock keeps two from making the
+same run. A round takes what can run now; when it is done, the next one judges on further seeds.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from angular_lab.experiments import experiment
+from angular_lab.sweep import Entry, Sweep, make_entry, run_entry
+
+EXECUTORS = ("local", "slurm")
+
+
+@dataclass(frozen=True)
+class Job:
+    """An entry by plain values: what another process needs to make it again."""
+
+    experiment: str
+    scale: str
+    root: Path
+    data: str
+    device: str
+    label: str
+    value: float
+    seed: int
+
+    def __call__(self) -> str:
+        plan = experiment(self.experiment, self.scale)
+        line = next(line for line in plan.lines if line.label == self.label)
+        entry = make_entry(plan, line, self.value, self.seed, self.root, self.data)
+        run_entry(entry, self.device)
+        return str(entry.folder)
+
+
+def parameter(text: str) -> tuple[str, Any]:
+    """submitit's `slurm_partition:gpu` or `timeout_min:120` from the command line."""
+    key, colon, value = text.partition(":")
+    if not colon:
+        raise ValueError(f"--set {text}: write PARAMETER:VALUE, such as slurm_partition:gpu")
+    return key, int(value) if value.isdigit() else value
+
+
+def jobs(sweep: Sweep) -> list[Job]:
+    plan = sweep.experiment
+    common = (plan.name, plan.scale, sweep.root.resolve(), sweep.data, sweep.device)
+
+    def job(entry: Entry) -> Job:
+        return Job(*common, entry.line.label, entry.value, entry.seed)
+
+    return [job(entry) for entry in sweep.pending()]
+
+
+def described(found: Sequence[Job], settings: dict[str, Any]) -> str:
+    """What would be submitted, for a look before it is."""
+    lines = [f"{job.label:30} {job.value:<10g} seed {job.seed}" for job in found]
+    chosen = ", ".join(f"{key}={value}" for key, value in settings.items())
+    return "\n".join([*lines, f"{len(found)} jobs; {chosen}"])
+
+
+def submit(
+    found: Sequence[Job], folder: Path, executor: str, settings: dict[str, Any]
+) -> list[Any]:
+    """Start the jobs through submitit; `settings` are its parameters (slurm_partition, ...)."""
+    if executor not in EXECUTORS:
+        raise ValueError(f"--executor {executor}: it must be {' or '.join(EXECUTORS)}")
+    try:
+        import submitit
+    except ImportError:
+        raise ImportError("submitting wants submitit: pip install submitit") from None
+    machine = submitit.AutoExecutor(folder=folder, cluster=executor)
+    machine.update_parameters(**settings)
+    with machine.batch():
+        return [machine.submit(job) for job in found]

@@ -1,0 +1,70 @@
+"""Sweeps in other processes, through submitit's own local executor."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from angular_lab import experiments, launch
+from angular_lab.cli import main
+from angular_lab.experiments import EXPERIMENTS, Experiment, Line, trained_by
+from angular_lab.rundir import RunDir
+from angular_lab.sweep import Sweep
+from tests.angular_lab.runs import tiny
+
+
+@pytest.fixture
+def plan(data: Path, monkeypatch: pytest.MonkeyPatch) -> Experiment:
+    spec = tiny(data, save_every=0)
+    line = Line("adamw", trained_by(spec, "adamw"), (1e-3, 2e-3))
+    made = Experiment("small", "nano", "A test", (line,), (4,), (0, 1))
+    monkeypatch.setitem(EXPERIMENTS, "small", lambda scale: replace(made, scale=scale))
+    return made
+
+
+def test_rounds_of_jobs_make_what_a_sweep_makes(plan: Experiment, tmp_path: Path) -> None:
+    """Here in this process, job by job; what a process of its own does is the next test."""
+    there, here = (Sweep(plan, tmp_path / name, device="cpu") for name in ("jobs", "sweep"))
+    assert [(job.value, job.seed) for job in launch.jobs(there)] == [(1e-3, 0), (2e-3, 0)]
+    for job in launch.jobs(there):
+        assert RunDir(job()).done
+    here.run()
+    (last,) = launch.jobs(there)
+    assert (last.value, last.seed) == (here.chosen["adamw"].lr, 1)
+    last()
+    assert launch.jobs(there) == []
+    for folder in (tmp_path / "sweep").glob("*/metrics.jsonl"):
+        assert (
+            folder.read_bytes()
+            == (tmp_path / "jobs" / folder.parent.name / folder.name).read_bytes()
+        )
+
+
+def test_submitits_local_executor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real experiment, because another process does not see a test's own; its data is made in
+    the working folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    plan = experiments.experiment("speedrun", "nano")
+    found = launch.jobs(Sweep(plan, tmp_path / "runs", device="cpu"))[:1]
+    (job,) = launch.submit(found, tmp_path / "jobs", "local", {"timeout_min": 5})
+    assert RunDir(job.result()).done
+
+
+def test_a_dry_run_says_what_would_be_done(
+    plan: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["submit", "small", "--out", str(tmp_path / "runs"), "--dry-run"]
+    assert main([*words, "--set", "slurm_partition:gpu", "--set", "timeout_min:120"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("seed 0") == 2
+    assert "2 jobs; executor=slurm" in shown
+    assert "slurm_partition=gpu, timeout_min=120" in shown
+    assert not (tmp_path / "runs").exists()
+
+
+def test_bad_input(plan: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", "small", "--out", str(tmp_path), "--executor", "cloud"]) == 2
+    assert "--executor cloud: it must be local or slurm" in capsys.readouterr().err
+    assert main(["submit", "small", "--dry-run", "--set", "partition"]) == 2
+    assert "write PARAMETER:VALUE" in capsys.readouterr().err
