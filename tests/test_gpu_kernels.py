@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from angular_muown import AngularMuown
+from angular_muown import AngularMuown, NorMuown
 from angular_muown.engine import Engine
 from tests.angular_muown.family import FAMILY
 
@@ -195,15 +195,19 @@ def test_release_frees_what_a_step_holds() -> None:
 
 def test_a_second_optimizer_compiles_nothing() -> None:
     """Nor does another number of matrices of a known shape, another lr or another step."""
-    from angular_muown.kernels.symmetric import symmetric_kernel
+    from angular_muown.kernels import after, before, norms, symmetric
+
+    kernels = [before.before_kernel, after.after_kernel, symmetric.symmetric_kernel]
+    kernels += [norms.scales_kernel, norms.normalize_kernel]
+    kernels += [norms.squares_kernel, norms.second_moment_kernel]
 
     def step(count: int) -> int:
         params = [nn.Parameter(torch.randn(384, 512, device="cuda")) for _ in range(count)]
-        opt = AngularMuown(params, lr=0.01 * count)
+        opt = NorMuown(params, lr=0.01 * count)
         for _ in range(3):
             for p in params:
                 p.grad = torch.randn_like(p)
             opt.step()
-        return sum(len(caches[0]) for caches in symmetric_kernel.device_caches.values())
+        return sum(len(caches[0]) for k in kernels for caches in k.device_caches.values())
 
-    assert step(3) == step(5) == step(1)
+    assert step(3) == step(16) == step(1) == step(2)

@@ -1,56 +1,132 @@
 """Figures, as SVG text or PNG files. Never imports torch."""
 
 import io
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito, 2008
-Curve = tuple[str, Sequence[float], Sequence[float]]
+# Okabe and Ito, 2008, without the yellow that white paper swallows. Black becomes the page's ink.
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+Kind = Literal["line", "branch", "dots", "points", "prediction", "best", "diverged"]
+STYLES: dict[Kind, dict[str, Any]] = {
+    "line": {"linewidth": 1.8},
+    "branch": {"linewidth": 1.3, "marker": "o", "markersize": 3.5, "markevery": [-1]},
+    "dots": {"linewidth": 1.8, "marker": "o", "markersize": 4},
+    "points": {"linestyle": "none", "marker": "o", "markersize": 6, "fillstyle": "none"},
+    "prediction": {"linewidth": 1.1, "linestyle": (0, (4, 3)), "alpha": 0.85},
+    "best": {"linestyle": "none", "marker": "*", "markersize": 14},
+    "diverged": {"linestyle": "none", "marker": "x", "markersize": 8, "markeredgewidth": 2},
+}
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Points of one colour; without a label it is not in the legend."""
+
+    xs: Sequence[float]
+    ys: Sequence[float]  # of no use to "diverged", which is drawn at the top
+    color: int
+    label: str = ""
+    kind: Kind = "line"
 
 
 class Panel(NamedTuple):
-    curves: Sequence[Curve]
+    traces: Sequence[Trace]
     x_label: str
     y_label: str
+    log_x: bool = False
     log_y: bool = False
+    x_ticks: Sequence[float] = ()  # () leaves them to matplotlib
+    y_top: float | None = None  # cuts off what would squeeze the rest
+    y_bottom: float | None = None
 
 
 def draw(axes: Any, panel: Panel) -> None:
-    from matplotlib.ticker import EngFormatter
-
-    for color, (label, xs, ys) in zip(COLORS, panel.curves, strict=False):
-        axes.plot(xs, ys, label=label, color=color, linewidth=2)
+    for trace in panel.traces:
+        dashed = {"linestyle": (0, (1, 1))} if trace.color >= len(COLORS) else {}
+        style = {**dashed, **STYLES[trace.kind]}
+        style["color"] = COLORS[trace.color % len(COLORS)]
+        if trace.kind == "diverged":
+            axes.plot(trace.xs, [0.96] * len(trace.xs), transform=axes.get_xaxis_transform(),
+                      label=trace.label or None, **style)  # fmt: skip
+        else:
+            axes.plot(trace.xs, trace.ys, label=trace.label or None, **style)
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 600k, 2.5M
-    if panel.log_y:
-        axes.set_yscale("log")
+    _scale(axes, panel)
     axes.grid(alpha=0.25)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    axes.legend(frameon=False)
+    if any(trace.label for trace in panel.traces):
+        axes.legend(frameon=False, fontsize=9, handlelength=1.6)
 
 
-def svg(panel: Panel) -> str:
-    """One figure as SVG text; lines of text and axes take the page's colour."""
-    from matplotlib import rc_context
+def _scale(axes: Any, panel: Panel) -> None:
+    from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, NullLocator
+
+    short = FuncFormatter(lambda value, _: f"{value:g}")
+    if panel.log_x:
+        axes.set_xscale("log")
+    if panel.x_ticks:
+        axes.xaxis.set_major_locator(FixedLocator(list(panel.x_ticks)))
+        axes.xaxis.set_minor_locator(NullLocator())
+    large = [x for trace in panel.traces for x in trace.xs if x >= 1000]
+    axes.xaxis.set_major_formatter(EngFormatter(sep="") if large else short)  # 600k, 2.5M
+    if panel.log_y:
+        _log_y(axes, panel)
+    low, high = axes.get_ylim()
+    axes.set_ylim(panel.y_bottom or low, panel.y_top or high)
+
+
+def _log_y(axes: Any, panel: Panel) -> None:
+    """Plain numbers at 1, 2 and 5 of every decade, or at every decade where there are many."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    values = [y for trace in panel.traces for y in trace.ys if y > 0]
+    wide = bool(values) and max(values) / min(values) > 300
+    axes.yaxis.set_major_locator(LogLocator(subs=(1,) if wide else (1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _figure(panels: Sequence[Panel]) -> Any:
     from matplotlib.figure import Figure
 
-    with rc_context({"svg.fonttype": "none", "font.size": 11, "svg.hashsalt": "angular-lab"}):
-        figure = Figure(figsize=(6.4, 4.0), layout="constrained")
-        draw(figure.subplots(), panel)
-        buffer = io.StringIO()
+    figure = Figure(figsize=(5.6 * len(panels), 3.9), layout="constrained")
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        draw(axes, panel)
+    return figure
+
+
+def save(panel: Panel, stem: Path) -> str:
+    """Writes stem.svg and stem.png, on white; returns the SVG for a page, in the page's colours."""
+    from matplotlib import rc_context
+
+    with rc_context({"svg.fonttype": "none", "font.size": 10.5, "svg.hashsalt": "angular-lab"}):
+        figure, buffer = _figure([panel]), io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+        figure.savefig(stem.with_suffix(".png"), dpi=130)
     text = buffer.getvalue()
-    return text[text.index("<svg") :].replace("#000000", "currentColor")
+    text = text[text.index("<svg") :]
+    standalone = text.replace("<svg", '<svg style="background: #ffffff"', 1)
+    stem.with_suffix(".svg").write_text(standalone)
+    return _for_page(text, stem.name)
 
 
 def save_png(panels: Sequence[Panel], path: Path) -> None:
     """Panels side by side in one picture, on white."""
-    from matplotlib.figure import Figure
+    _figure(panels).savefig(path, dpi=110)
 
-    figure = Figure(figsize=(6.0 * len(panels), 4.2), layout="constrained", dpi=110)
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        draw(axes, panel)
-    figure.savefig(path)
+
+def _for_page(text: str, key: str) -> str:
+    """Ids of its own, because a page has many figures; colours that a dark page can change."""
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'(?<=\bid=")', f"{key}-", text)
+    text = re.sub(r"(?<=url\(#)", f"{key}-", text)
+    text = re.sub(r'(?<=href="#)', f"{key}-", text)
+    for i, color in enumerate(COLORS[:-1]):
+        text = text.replace(color, f"var(--c{i}, {color})")
+    return text.replace("#000000", "currentColor")

@@ -17,12 +17,13 @@ Group = dict[str, Any]
 
 
 def to_device(group: Group) -> None:
-    """lr and step as tensors beside the parameters; ones that are there already stay themselves."""
+    """lr and step as tensors beside the parameters, each group with its own: a scheduler that
+    writes into one must not change another's."""
     if not group["capturable"] or not group["params"]:
         return
     device = group["params"][0].device
     for key, dtype in (("lr", torch.float32), ("step", torch.int64)):
-        group[key] = torch.as_tensor(group[key], dtype=dtype, device=device).reshape(())
+        group[key] = torch.as_tensor(group[key]).detach().to(device, dtype, copy=True).reshape(())
 
 
 # Settings of this process: a state dict from elsewhere does not change them.
@@ -55,6 +56,14 @@ def check(groups: Sequence[Group], state: dict[Tensor, Any]) -> None:
                 f"group {index} has capturable=False, so a recorded step would keep this step's "
                 "learning rate and kappa: make the optimizer with capturable=True"
             )
+        for key in ("lr", "step"):
+            device = group["params"][0].device
+            if not isinstance(group[key], Tensor) or group[key].device != device:
+                raise RuntimeError(
+                    f"group {index} has {key}={group[key]!r} on the host, so a recorded step would "
+                    f"keep it for ever: write into the tensor, group[{key!r}].fill_(value), as "
+                    "torch's schedulers do, instead of replacing it"
+                )
         for p, name in zip(group["params"], parameter_names(group, index), strict=True):
             if p.grad is None:
                 raise RuntimeError(

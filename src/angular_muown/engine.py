@@ -191,8 +191,8 @@ class Engine(torch.optim.Optimizer):
                 g["workspace"] * p.numel() * p.element_size() for g in matrices for p in g["params"]
             ]
             self.fused = FusedGroups(int(sum(sizes)))
-        self.fused.observers = self.observers
-        return self.fused.advance(index, params, states, group, recipe, rates(group, torch.float32))
+        both = rates(group, torch.float32)
+        return self.fused.advance(index, params, states, group, recipe, both, self.observers)
 
     def _init_state(
         self, p: Tensor, state: State, group: dict[str, Any], recipe: Recipe | None

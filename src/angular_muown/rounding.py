@@ -38,7 +38,8 @@ def round_stochastically(X: Tensor, dtype: torch.dtype, seed: int | Tensor) -> T
 
 def _hash(x: Tensor) -> Tensor:
     """A 32-bit integer hash (constants of lowbias32, C. Wellons 2018), in int64 words."""
-    x = ((x ^ (x >> 16)) & WORD) * 0x7FEB352D & WORD
+    x = x & WORD
+    x = (x ^ (x >> 16)) * 0x7FEB352D & WORD
     x = ((x ^ (x >> 15)) & WORD) * 0x846CA68B & WORD
     return x ^ (x >> 16)
 

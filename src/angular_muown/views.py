@@ -46,9 +46,10 @@ class Layout:
 
     @staticmethod
     def of(group: Mapping[str, Any]) -> "Layout":
-        return Layout(
-            group["view"], group["transposed"], group["blocks"] or 1, group["column_blocks"] or 1
-        )
+        cuts = (group["blocks"] or 1, group["column_blocks"] or 1)
+        # tuples, because layouts are keys of caches; a state dict's are lists
+        rows, columns = (cut if isinstance(cut, int) else tuple(cut) for cut in cuts)
+        return Layout(group["view"], group["transposed"], rows, columns)
 
     def canonical(self, t: Tensor) -> Tensor:
         """(count, m, n) with fan-out rows; a view of t wherever its strides allow one."""

@@ -122,3 +122,24 @@ def test_the_monitor_reads_kappa() -> None:
 def test_values_are_checked(key: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"{key}={value!r} is not valid"):
         AngularMuown([parameter(4, 4)], **{key: value})
+
+
+def test_every_group_has_its_own_rate() -> None:
+    """One tensor for several groups would be scaled by the last one's schedule."""
+    params, _ = make(AngularMuown, False)
+    given = torch.tensor(0.02)
+    groups = [{"params": params[:1]}, {"params": params[2:]}]
+    opt = AngularMuown(groups, lr=given, capturable=True)
+    torch.optim.lr_scheduler.LambdaLR(opt, [lambda t: 1.0, lambda t: 0.1])
+    assert [float(group["lr"]) for group in opt.param_groups] == pytest.approx([0.02, 0.002])
+    assert float(given) == pytest.approx(0.02)
+
+
+def test_a_rate_that_was_replaced_is_refused() -> None:
+    params, opt = make(AngularMuown, True)
+    train(params, opt, steps=1)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    opt.param_groups[0]["lr"] = 0.01
+    with pytest.raises(RuntimeError, match=r"group 0 has lr=0.01 on the host.*fill_"):
+        capture.check(opt.param_groups, opt.state)

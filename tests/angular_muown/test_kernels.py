@@ -138,7 +138,7 @@ def test_a_fused_step_is_the_float64_step(optimizer: Member, values: dict[str, A
         ((144, 160), {}),
         ((176, 304), {}),
         ((384, 144), {"blocks": 3}),
-        ((272, 128), {"blocks": (128, 144)}),
+        ((272, 128), {"blocks": [128, 144]}),
         ((144, 256), {"column_blocks": 2}),
         ((2, 128, 144), {"view": "stack"}),
     ],

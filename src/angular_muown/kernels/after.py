@@ -76,6 +76,8 @@ def _new_radius(g, radial, table, matrix, row, in_rows, numbers, ages, RADIUS: t
         mean = tl.where(new < 0.0, -mean, mean)
     else:
         new = tl.where(g == 0.0, tl.maximum(-change, 0.0), g * tl.exp(-change))
+    # Several warps read the same entries: all of them, before one writes.
+    tl.debug_barrier()
     tl.store(first, mean, mask=in_rows)
     tl.store(second, square, mask=in_rows)
     return new
@@ -119,10 +121,10 @@ def _turn_momentum(table, matrix, rows, place, inside, TYPE: tl.constexpr):
     if tl.max(rows.to(tl.int32), axis=0) > 0:
         momentum = address(table, matrix, MOMENTUM, TYPE, 16)
         M = tl.load(momentum + place, mask=rows[:, None] & inside, other=0.0)
-        tl.store(momentum + place, -M, mask=rows[:, None] & inside)
+        tl.store(momentum + place, (-M.to(tl.float32)).to(TYPE), mask=rows[:, None] & inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["ages"])
 def after_kernel(
     table, numbers, ages, stats, work, stride, count, m, n, scale,
     CHART: tl.constexpr, RADIUS: tl.constexpr, FACTORS: tl.constexpr, MAXIMIZE: tl.constexpr,

@@ -41,7 +41,7 @@ def _tangent(
     return T
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def before_kernel(
     table, numbers, stats, work, stride, count, m, n,
     CHART: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from angular_muown.kernels.schedule import TILE, Triple
+from angular_muown.kernels.tables import ROW_STATE
 from angular_muown.recipe import Recipe
 from angular_muown.stages import orthogonalize as polar
 from angular_muown.stages.charts import Flat, Oblique, WeightNorm
@@ -73,19 +74,24 @@ def fits(shape: torch.Size, layout: Layout) -> bool:
 
 def covers(p: Tensor, state: dict[str, Any], layout: Layout) -> bool:
     """Whether a parameter with a gradient and state can be stepped where it lies."""
-    tensors = (p, p.grad, state["momentum_buffer"])
+    grad = p.grad
     return (
         runs_on(p.device)
         and "master" not in state
-        and all(_is_plain(t) for t in tensors if t is not None)
+        and grad is not None
+        and all(_is_plain(t, p.device) for t in (p, grad, state["momentum_buffer"]))
+        and all(
+            _is_plain(state[name], p.device, torch.float32) for name in ROW_STATE if name in state
+        )
         and fits(p.shape, layout)
     )
 
 
-def _is_plain(t: Tensor) -> bool:
+def _is_plain(t: Tensor, device: torch.device, *dtypes: torch.dtype) -> bool:
     return (
         type(t) in (Tensor, torch.nn.Parameter)
-        and t.dtype in FLOATS
+        and t.device == device
+        and t.dtype in (dtypes or FLOATS)
         and t.is_contiguous()
         and t.data_ptr() % SIDE == 0
     )

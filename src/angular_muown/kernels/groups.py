@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from angular_muown.capture import is_recording
 from angular_muown.kernels.chunks import Choices
 from angular_muown.kernels.dispatch import covers, knows
 from angular_muown.kernels.numbers import write_numbers
-from angular_muown.kernels.step import FusedStep, Observers
+from angular_muown.kernels.step import SPARES, FusedStep, Observers
 from angular_muown.kernels.tables import Place, dtypes_of
 from angular_muown.recipe import Recipe
 from angular_muown.views import Layout
@@ -23,7 +24,7 @@ class FusedGroups:
         self.budget = budget  # bytes
         self.steps: dict[int, tuple[Any, FusedStep | None, list[Tensor]]] = {}
         self.work: dict[torch.device, Tensor] = {}
-        self.observers: Observers = ()
+        self.kept: list[FusedStep] = []
 
     def advance(
         self,
@@ -33,33 +34,38 @@ class FusedGroups:
         group: dict[str, Any],
         recipe: Recipe,
         rates: tuple[float | Tensor, float | Tensor],
+        observers: Observers = (),
     ) -> list[Tensor]:
         """Step what the kernels cover; what they do not is returned."""
         if not knows(recipe):
             return list(params)
         step, places, rest = self._prepared(index, params, states, group, recipe)
         if step is not None:
+            if is_recording() and not step.spares:
+                raise RuntimeError(
+                    f"{SPARES} graphs were recorded since the last step: take one in between"
+                )
             device = torch.cuda.device(step.device) if step.device.type == "cuda" else nullcontext()
             with device:
-                step.steps += 1
                 step.refresh(places)
-                write_numbers(step, group, recipe, *rates)
+                write_numbers(step, group, recipe, *rates, step.count())
                 self._lend(step)
-                step.run(self.observers)
+                step.run(observers)
         return rest
 
     def _lend(self, step: FusedStep) -> None:
         """One buffer for all steps on a device; it grows with the first step of each of them."""
         if step.chunks:
             return
-        size, work = step.workspace, self.work.get(step.device)
-        if work is None or work.numel() < size:
-            work = torch.empty(size, dtype=torch.float16, device=step.device)
+        work = self.work.get(step.device)
+        users = [step]
+        if work is None or work.numel() < step.workspace:
+            work = torch.empty(step.workspace, dtype=torch.float16, device=step.device)
             self.work[step.device] = work
-            for _, other, _ in self.steps.values():
-                if other is not None and other.device == step.device:
-                    other.use(work)
-        step.use(work)
+            others = [other for _, other, _ in self.steps.values() if other is not None]
+            users += [o for o in others if o.device == step.device and o is not step and o.chunks]
+        for user in users:
+            user.use(work)
 
     def _prepared(
         self,
@@ -75,12 +81,20 @@ class FusedGroups:
         places = step.look() if step is not None and key == known else []
         if key == known and (step is None or self._still_fits(step, places, layout)):
             return step, places, rest
+        if is_recording():
+            raise RuntimeError(
+                "parameters, gradients, state or settings have changed since the last step (or "
+                "there was none): take a step before recording one"
+            )
+        if step is not None and step.recorded:
+            self.kept.append(step)  # graphs of the user read its tables
         pairs = [(p, s) for p, s in zip(params, states, strict=True) if covers(p, s, layout)]
         own = [(p, s) for p, s in pairs if p.device == pairs[0][0].device]
         step = None
         if own:
             covered, kept = zip(*own, strict=True)
-            step = FusedStep(covered, kept, layout, choices, self.budget)
+            capturable = group["capturable"]
+            step = FusedStep(covered, kept, layout, choices, self.budget, capturable)
             places = step.look()
         taken = {id(p) for p, _ in own}
         rest = [p for p in params if id(p) not in taken]

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -28,6 +29,11 @@ def launch(chunks: Sequence[Chunk], device: torch.device, count: int) -> None:
         current.wait_stream(lane)
 
 
-@cache  # for all optimizers: cuBLAS keeps 32 MiB for every stream that it has seen
+@cache  # for all optimizers: what graphs allocate (cuBLAS's workspaces, 32 MiB for each lane) once
+def graph_pool(device: torch.device) -> Any:
+    return torch.cuda.graph_pool_handle()
+
+
+@cache
 def side_stream(device: torch.device, name: str) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)

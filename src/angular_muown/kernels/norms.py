@@ -16,7 +16,7 @@ from angular_muown.kernels.rows import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def scales_kernel(stats, count, m, size, BLOCK: tl.constexpr):
     """Row factors that bring a matrix of rows with exponents to Frobenius norm `size`."""
     matrix = tl.program_id(0).to(tl.int64)
@@ -44,7 +44,7 @@ def scales_kernel(stats, count, m, size, BLOCK: tl.constexpr):
         tl.store(place, factor * tl.exp2(e - highest), mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def normalize_kernel(
     stats, raw, out, stride, count, m, n, tiles, TURN: tl.constexpr, TILE: tl.constexpr
 ):
@@ -65,7 +65,7 @@ def normalize_kernel(
         tl.store(out + matrix * stride + place, X, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def squares_kernel(
     stats, work, stride, count, m, n, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
@@ -80,7 +80,7 @@ def squares_kernel(
     tl.store(lines, tl.sum(Q * Q, axis=1), mask=row < m)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def second_moment_kernel(table, numbers, stats, count, m, n, BLOCK: tl.constexpr):
     """NorMuon's v and the factor that each row of Q gets, with Q's Frobenius norm restored."""
     matrix = tl.program_id(0).to(tl.int64)

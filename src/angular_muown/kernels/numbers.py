@@ -15,16 +15,23 @@ WORDS = 1 << 32  # values of a 32-bit word
 
 
 def write_numbers(
-    step: FusedStep, group: dict[str, Any], recipe: Recipe, lr: Rate, radius_lr: Rate
+    step: FusedStep, group: dict[str, Any], recipe: Recipe, lr: Rate, radius_lr: Rate, t: Tensor
 ) -> None:
+    """`t`: Adam's count of each parameter, this step included."""
+    ages = torch.stack([1 - beta ** t.double() for beta in group["betas"]], dim=-1)[step.owner]
     if group["capturable"]:
-        _on_device(step, group, recipe, lr, radius_lr)
+        _on_device(step, group, recipe, lr, radius_lr, ages)
     else:
-        send(_on_host(step, group, recipe, float(lr), float(radius_lr)), step.values)
+        send(_on_host(step, group, recipe, float(lr), float(radius_lr), ages), step.values)
 
 
 def _on_host(
-    step: FusedStep, group: dict[str, Any], recipe: Recipe, lr: float, radius_lr: float
+    step: FusedStep,
+    group: dict[str, Any],
+    recipe: Recipe,
+    lr: float,
+    radius_lr: float,
+    ages: Tensor,
 ) -> Tensor:
     """In double precision until they are written down."""
     values: list[float] = []
@@ -32,13 +39,18 @@ def _on_host(
         turn = lr * float(recipe.kappa) * recipe.scale(m, n)
         values += _line(group, turn, radius_lr, 1 - lr * group["weight_decay"])
     every = torch.tensor(values, dtype=torch.float64)
-    out = torch.cat([every, _ages(step, group).cpu().flatten()]).float()
+    out = torch.cat([every, ages.flatten()]).float()
     out.view(torch.int32)[SEED : len(values) : NUMBERS] = _signed(hash_seed(group["step"]))
     return out
 
 
 def _on_device(
-    step: FusedStep, group: dict[str, Any], recipe: Recipe, lr: Rate, radius_lr: Rate
+    step: FusedStep,
+    group: dict[str, Any],
+    recipe: Recipe,
+    lr: Rate,
+    radius_lr: Rate,
+    ages: Tensor,
 ) -> None:
     """The same without a look from the host: what a graph can replay."""
     kinds = step.known.kinds
@@ -51,18 +63,12 @@ def _on_device(
     lines[:, RADIUS_LR] = radius_lr
     lines[:, DECAY] = 1 - lr * group["weight_decay"]
     lines.view(torch.int32)[:, SEED] = _signed(hash_seed(group["step"])).to(torch.int32)
-    step.values[lines.numel() :].view(-1, 2).copy_(_ages(step, group))
+    step.values[lines.numel() :].view(-1, 2).copy_(ages)
 
 
 def _line(group: dict[str, Any], turn: float, radius_lr: float, decay: float) -> list[float]:
     line = [group["momentum"], turn, radius_lr, decay, *group["betas"], group["eps"]]
     return [*line, group.get("row_beta", 0.0)] + [0.0] * (NUMBERS - len(line) - 1)
-
-
-def _ages(step: FusedStep, group: dict[str, Any]) -> Tensor:
-    """Adam's bias corrections of each matrix."""
-    t = step.steps.double()
-    return torch.stack([1 - beta**t for beta in group["betas"]], dim=-1)[step.owner]
 
 
 def _signed(word: Any) -> Any:

@@ -13,13 +13,14 @@ from torch import Tensor
 from angular_muown.capture import is_recording
 from angular_muown.kernels.chunks import Batch, Choices, Chunk
 from angular_muown.kernels.dispatch import ITERATIONS
-from angular_muown.kernels.lanes import LANES, launch, side_stream
+from angular_muown.kernels.lanes import LANES, graph_pool, launch, side_stream
 from angular_muown.kernels.schedule import SCALE, allocate, chain_for
 from angular_muown.kernels.tables import ROW_STATE, Place, dtypes_of, table
 from angular_muown.stages.charts import normalize_rows
 from angular_muown.views import Layout
 
 Observers = Sequence[Callable[[Sequence[tuple[Tensor, int]], Tensor, Tensor], None]]
+SPARES = 4  # graphs that can be recorded between two steps
 NUMBERS = 12  # scalars per kind of matrix; named in rows.py
 
 
@@ -33,6 +34,7 @@ class FusedStep:
         layout: Layout,
         choices: Choices,
         budget: int,
+        capturable: bool,
     ) -> None:
         self.params, self.states, self.choices = list(params), list(states), choices
         self.layout = layout
@@ -49,16 +51,19 @@ class FusedStep:
         size = NUMBERS * len(self.batches) + 2 * len(self.known.owner)
         self.values = torch.empty(size, dtype=torch.float32, device=self.device)
         self.seen: list[Place] = []
-        self.recorded: list[Tensor] = []  # lines that graphs of the user read again
-        self.spare: Tensor | None = None  # where the next such graph may read its lines
-        self.stale = False  # whether `lines` are such a graph's
-        # Counters of one group side by side, so that one addition advances them all.
-        self.steps = torch.stack([state["step"] for state in states])
-        self.owner = self.known.owner.to(self.steps.device)
-        self.rows: list[dict[str, Tensor]] = []
-        for state, step in zip(states, self.steps.unbind(), strict=True):
-            state["step"] = step
-            self.rows.append({k: state[k] for k in ("step", *ROW_STATE) if k in state})
+        self.recorded: list[Tensor] = []  # lines that graphs of the user read at every replay
+        self.spares: list[Tensor] = []  # where further such graphs may read theirs
+        self.capturable = capturable
+        self.owner = self.known.owner.to(self.device if capturable else "cpu")
+        if not capturable:  # side by side, so that one addition advances them all
+            counters = torch.stack([state["step"] for state in states])
+            for state, step in zip(states, counters.unbind(), strict=True):
+                state["step"] = step
+            self.counters = counters
+        self.rows = [
+            {name: state[name] for name in ("step", *ROW_STATE) if name in state}
+            for state in states
+        ]
         self.chunks: list[Chunk] = []
         self.launched = False
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -108,38 +113,48 @@ class FusedStep:
         """Where weights, gradients and momenta lie now."""
         grads: list[Any] = [p.grad for p in self.params]
         return [
-            (p.data_ptr(), grad.data_ptr(), state["momentum_buffer"].data_ptr())
+            (
+                p.data_ptr(),
+                grad.data_ptr(),
+                state["momentum_buffer"].data_ptr(),
+                grad.dtype,
+                grad.is_contiguous(),
+            )
             for p, grad, state in zip(self.params, grads, self.states, strict=True)
         ]
 
     def owns_state(self) -> bool:
-        """Whether the row state is still the tensors that the table points at."""
+        """Whether the row state still lies where the table points."""
         return all(
-            state[name] is kept
+            state[name].data_ptr() == kept.data_ptr()
             for state, row in zip(self.states, self.rows, strict=True)
             for name, kept in row.items()
         )
 
+    def count(self) -> Tensor:
+        """Advance Adam's counters, in place: a graph of the user has recorded these tensors."""
+        if not self.capturable:
+            self.counters += 1
+            return self.counters
+        steps = [state["step"] for state in self.states]
+        torch._foreach_add_(steps, 1)
+        return torch.stack(steps)
+
     def refresh(self, places: list[Place]) -> None:
         """Bring addresses onto the device. While a graph is recorded, from a place on the host
-        that the graph reads again whenever it is replayed."""
-        recording = is_recording()
-        if recording or self.stale or places != self.seen:
-            lines = self.known.lines(places, self.rows)
-            if not recording:
-                send(lines, self.lines)
-            elif self.spare is None:
-                raise RuntimeError(
-                    "the parameters or their settings have changed since the last step: take one "
-                    "before recording one"
-                )
-            else:
-                self.recorded.append(self.spare.copy_(lines))
-                self.lines.copy_(self.spare, non_blocking=True)
-                self.spare = None
-            self.seen, self.stale = places, recording
-        if self.spare is None and not recording and self.device.type == "cuda":
-            self.spare = torch.empty_like(self.known.fixed, pin_memory=True)
+        that the graph reads again whenever it is replayed; it then overwrites ours."""
+        if is_recording():
+            self.recorded.append(self.spares.pop())
+            self.recorded[-1].copy_(self.known.lines(places, self.rows))
+            self.lines.copy_(self.recorded[-1], non_blocking=True)
+            self.seen = places
+            return
+        if self.recorded or places != self.seen:
+            send(self.known.lines(places, self.rows), self.lines)
+            self.seen = places
+        if self.capturable and self.device.type == "cuda":
+            while len(self.spares) < SPARES:
+                self.spares.append(torch.empty_like(self.known.fixed, pin_memory=True))
 
     def run(self, observers: Observers = ()) -> None:
         """The launches, from the second step on as one graph: a hundred launches cost the host
@@ -172,13 +187,16 @@ class FusedStep:
     def _capture(self) -> torch.cuda.CUDAGraph:
         graph, stream = torch.cuda.CUDAGraph(), side_stream(self.device, "capture")
         stream.wait_stream(torch.cuda.current_stream(self.device))
+        # cuBLAS keeps a workspace per stream. The graph's must be its own: others may free theirs.
+        torch._C._cuda_clearCublasWorkspaces()
         with torch.cuda.stream(stream):
             # thread_local: other threads (data loaders, NCCL's watchdog) may use the GPU meanwhile
-            graph.capture_begin(capture_error_mode="thread_local")
+            graph.capture_begin(graph_pool(self.device), capture_error_mode="thread_local")
             try:
                 launch(self.chunks, self.device, self.lanes)
             finally:
                 graph.capture_end()
+        torch._C._cuda_clearCublasWorkspaces()
         return graph
 
 

@@ -16,7 +16,8 @@ ADDRESSES = [0, 1, 2, 4, 5, 6, 7]  # the columns that hold some
 ROW_STATE = ("stored_norm", "row_second_moment", "exp_avg", "exp_avg_sq")
 
 
-Place = tuple[int, int, int]  # addresses of a parameter, its gradient and its momentum
+# addresses of a parameter, its gradient and its momentum, and what could differ at the same ones
+Place = tuple[int, int, int, torch.dtype, bool]
 
 
 class Piece(NamedTuple):
@@ -59,7 +60,7 @@ class Table:
     def lines(self, places: Sequence[Place], rows: Sequence[dict[str, Tensor]]) -> Tensor:
         """With the addresses now: of W, G, M, and of the row state, 0 for what is not kept."""
         state = [[row[name].data_ptr() if name in row else 0 for name in ROW_STATE] for row in rows]
-        both = [[*place, *own] for place, own in zip(places, state, strict=True)]
+        both = [[*place[:3], *own] for place, own in zip(places, state, strict=True)]
         lines = self.fixed.clone()
         lines[:, ADDRESSES] += torch.tensor(both, dtype=torch.int64)[self.owner]
         return lines

@@ -1,0 +1,73 @@
+"""Verdicts: every claim of the paper, and our line against each other one, on what the runs say."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from angular_lab import paper
+from angular_lab.report_checks import CHECKS
+from angular_lab.report_results import key_of
+from angular_lab.report_sweeps import SweepData
+from angular_lab.report_tables import Mark, Row, Table, seeds_form, tokens_form
+from angular_lab.statistics import Outcome, verdict
+
+WIDTH = "width transfer"  # paper.py's name for the sweep "width"
+
+
+@dataclass(frozen=True)
+class Ruling:
+    claim: str
+    outcome: Outcome
+    reason: str
+
+
+def rulings(sweep: SweepData) -> list[Ruling]:
+    """The paper's claims about this experiment."""
+    name = WIDTH if sweep.experiment == "width" else sweep.experiment
+    claims = [claim for claim in paper.CLAIMS if claim.experiment == name]
+    checks = CHECKS.get(name, ())
+    return [Ruling(c.text, *check(sweep)) for c, check in zip(claims, checks, strict=True)]
+
+
+def pairs(sweep: SweepData) -> list[tuple[str, str]]:
+    """What is compared: our line with each other; and what an ablation was made for."""
+    if sweep.experiment == "width" or sweep.ours is None:
+        return []  # models of other sizes: their losses are not meant to be equal
+    found = [(sweep.ours, label) for label in sweep.lines if label != sweep.ours]
+    if sweep.experiment == "split-qkv":
+        split = [label for label in sweep.lines if label.endswith(", split")]
+        found = [(x, x.replace(", split", ", fused")) for x in split]
+    return found
+
+
+def pair_table(sweep: SweepData) -> Table | None:
+    rows: list[Row] = []
+    for a, b in pairs(sweep):
+        for horizon in sweep.horizons:
+            result = verdict(sweep.judged(a, horizon), sweep.judged(b, horizon))
+            mean = result.paired.mean
+            rows.append(
+                {
+                    "claim": f"{a} is below {b}",
+                    "tokens": Mark(sweep.tokens(horizon), "", tokens_form(sweep.tokens(horizon))),
+                    "verdict": Mark(result.outcome, result.outcome),
+                    "mean difference": None if mean is None else Mark(mean, "", f"{mean:+.4f}"),
+                    "seeds": seeds_form(result.paired.seeds),
+                    "reason": result.reason,
+                }
+            )
+    note = "Seed by seed, each line at its best value; negative is better for the first line."
+    return Table(key_of(sweep, "pairs"), "Line against line", rows, note) if rows else None
+
+
+def claims_table(found: Sequence[tuple[SweepData, Ruling]], key: str) -> Table | None:
+    rows: list[Row] = [
+        {
+            "experiment": sweep.name,
+            "the paper's claim": ruling.claim,
+            "verdict": Mark(ruling.outcome, ruling.outcome),
+            "reason": ruling.reason,
+        }
+        for sweep, ruling in found
+    ]
+    note = "Judged on our runs at their scale: an inconclusive verdict is no verdict on the paper."
+    return Table(key, "The paper's claims", rows, note) if rows else None

@@ -1,0 +1,220 @@
+"""A sweep's curves as figures, each with a caption that says what is seen and from which runs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log
+from statistics import fmean
+
+from angular_lab.plots import Panel, Trace
+from angular_lab.report_regimes import prediction
+from angular_lab.report_results import key_of
+from angular_lab.report_runs import Run
+from angular_lab.report_sweeps import Member, SweepData, short
+from angular_lab.report_tables import tokens_form
+
+FAMILY = ("adamw", "angular_muown", "muown", "normuon", "muon")  # a colour each, on every figure
+
+
+@dataclass(frozen=True)
+class Figure:
+    key: str  # its file name and id
+    panel: Panel
+    caption: str
+
+
+def colors(names: Sequence[tuple[str, str]]) -> dict[str, int]:
+    """A colour by label, from (label, optimizer): an optimizer's own where it is free."""
+    taken: dict[str, int] = {}
+    for label, optimizer in names:
+        own = FAMILY.index(optimizer) if optimizer in FAMILY else len(FAMILY)
+        free = (i for i in range(len(names) + len(FAMILY)) if i not in taken.values())
+        taken[label] = own if own not in taken.values() else next(free)
+    return taken
+
+
+def sweep_figures(sweep: SweepData) -> list[Figure]:
+    paint = colors([(label, sweep.optimizer(label)) for label in sweep.lines])
+    first = {
+        label: found[sweep.seeds[0]]
+        for label in sweep.lines
+        if sweep.seeds[0] in (found := sweep.at_best(label))
+    }
+    made = [
+        loss_curves(sweep, first, paint),
+        horizon_figure(sweep, paint),
+        value_figure(sweep, paint),
+        angle_figure(sweep, first, paint),
+        norm_figure(sweep, first, paint),
+    ]
+    return [figure for figure in made if figure is not None]
+
+
+def _chosen(sweep: SweepData, members: dict[str, Member]) -> str:
+    """For captions: which runs."""
+    axis = short(next(iter(members.values())).axis)
+    values = ", ".join(f"{label} {m.value:g}" for label, m in members.items())
+    return f"Each line at its best {axis} ({values}), one seed ({sweep.seeds[0]})."
+
+
+def path(member: Member) -> list[Run]:
+    """The runs that lead to the longest horizon: the trunk and its last cool-down."""
+    last = [member.ends[max(member.ends)]] if member.ends else []
+    return [*([member.trunk] if member.trunk else []), *last]
+
+
+def joined(member: Member, key: str) -> tuple[list[float], list[float]]:
+    """A series along the path; where runs overlap, the later run counts."""
+    points: dict[float, float] = {}
+    for run in path(member):
+        start = run.spec.parent_step * run.spec.tokens_per_step
+        points = {x: y for x, y in points.items() if x <= start or not run.spec.parent_step}
+        points |= dict(zip(*run.series(key), strict=True))
+    return list(points), list(points.values())
+
+
+def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float | None:
+    """Between the neighbours; the last value beyond the end; None before the beginning."""
+    before = [i for i, at in enumerate(xs) if at <= x]
+    if not before:
+        return None
+    i = before[-1]
+    if xs[i] == x or i + 1 == len(xs):
+        return ys[i]
+    return ys[i] + (ys[i + 1] - ys[i]) * (x - xs[i]) / (xs[i + 1] - xs[i])
+
+
+def _branch(trunk: Run, run: Run) -> tuple[list[float], list[float]]:
+    """A cool-down, from where it leaves the trunk."""
+    xs, ys = run.series("val_loss")
+    start = float(run.spec.parent_step * run.spec.tokens_per_step)
+    level = interpolate(*trunk.series("val_loss"), start)
+    return (xs, ys) if level is None else ([start, *xs], [level, *ys])
+
+
+def loss_curves(
+    sweep: SweepData, members: dict[str, Member], paint: dict[str, int]
+) -> Figure | None:
+    traces: list[Trace] = []
+    for label, member in members.items():
+        runs = [member.trunk] if member.trunk else list(member.ends.values())
+        for run in runs:
+            traces.append(Trace(*run.series("val_loss"), paint[label], label))
+        if member.trunk:
+            for run in member.ends.values():
+                traces.append(Trace(*_branch(member.trunk, run), paint[label], kind="branch"))
+    if not any(trace.xs for trace in traces):
+        return None
+    panel = Panel(traces, "tokens", "validation loss", y_top=loss_top(traces))
+    what = "Validation loss over training."
+    if any(member.trunk for member in members.values()):
+        what = "Validation loss: the trunk at a constant rate and the cool-downs that leave it."
+    caption = f"{what} {_chosen(sweep, members)}"
+    return Figure(key_of(sweep, "loss-curves"), panel, caption)
+
+
+def loss_top(traces: Sequence[Trace]) -> float | None:
+    """Losses of the first tenth are cut off: they would squeeze what is to be compared."""
+    end = max((x for trace in traces for x in trace.xs), default=0.0)
+    late = [y for t in traces for x, y in zip(t.xs, t.ys, strict=True) if x >= 0.1 * end]
+    low = min((y for trace in traces for y in trace.ys), default=0.0)
+    return max(late) + 0.05 * (max(late) - low) if late and max(late) > low else None
+
+
+def horizon_figure(sweep: SweepData, paint: dict[str, int]) -> Figure | None:
+    if len(sweep.horizons) < 2:
+        return None
+    traces: list[Trace] = []
+    for label in sweep.lines:
+        means: list[tuple[float, float]] = []
+        for horizon in sweep.horizons:
+            tokens, losses = sweep.tokens(horizon), sweep.judged(label, horizon)
+            if tokens is not None and losses:
+                means.append((tokens, fmean(losses.values())))
+                points = [tokens] * len(losses), list(losses.values())
+                traces.append(Trace(*points, paint[label], kind="points"))
+        if means:
+            xs, ys = zip(*means, strict=True)
+            traces.append(Trace(xs, ys, paint[label], label))
+    if not traces:
+        return None
+    ticks = [tokens for h in sweep.horizons if (tokens := sweep.tokens(h)) is not None]
+    panel = Panel(traces, "tokens (log)", "cooled-down loss", log_x=True, x_ticks=ticks)
+    listed = ", ".join(map(str, sweep.judges))
+    many = f"seeds {listed}" if len(sweep.judges) > 1 else f"one seed ({listed})"
+    caption = f"Loss after the cool-down against the horizon: rings are runs ({many}), the line "
+    return Figure(key_of(sweep, "horizons"), panel, f"{caption}is their mean.")
+
+
+def value_figure(sweep: SweepData, paint: dict[str, int]) -> Figure | None:
+    last, first = sweep.horizons[-1], sweep.seeds[0]
+    traces: list[Trace] = []
+    for label in sweep.lines:
+        ours = sorted((m for m in sweep.of_line(label) if m.seed == first), key=lambda m: m.value)
+        ends = [(m.value, end[1]) for m in ours if (end := m.final(last)) is not None]
+        broken = [m.value for m in ours if m.diverged]
+        if ends:
+            best = sweep.best.get(label)
+            edge = " (best at the edge)" if best and best.at_edge else ""
+            xs, ys = zip(*ends, strict=True)
+            traces.append(Trace(xs, ys, paint[label], f"{label}{edge}", "dots"))
+            if best:
+                traces.append(Trace([best.lr], [best.loss], paint[label], kind="best"))
+        if broken:
+            traces.append(Trace(broken, [], paint[label], f"{label} diverged", "diverged"))
+    values = sorted({m.value for m in sweep.members})
+    if len(values) < 2 or not traces:
+        return None
+    axis = short(sweep.members[0].axis)
+    ticks = thinned(values)
+    panel = Panel(traces, f"{axis} (log)", "final loss", log_x=True, x_ticks=ticks)
+    caption = (
+        f"Final loss at {tokens_form(sweep.tokens(last))} tokens against {axis}, one seed ({first})"
+        "; a star marks the best of a line. Where it lies at the edge, the grid is too small."
+    )
+    return Figure(key_of(sweep, "loss-by-value"), panel, caption)
+
+
+def thinned(values: Sequence[float]) -> list[float]:
+    """Ticks at the values, as many as fit."""
+    kept: list[float] = []
+    least = log(values[-1] / values[0]) / 8
+    for value in values:
+        if not kept or log(value / kept[-1]) >= least:
+            kept.append(value)
+    return kept
+
+
+def angle_figure(
+    sweep: SweepData, members: dict[str, Member], paint: dict[str, int]
+) -> Figure | None:
+    traces: list[Trace] = []
+    said: dict[str, None] = {}
+    for label, member in members.items():
+        xs, ys = joined(member, "angle_mean")
+        if any(y > 0 for y in ys):
+            traces.append(Trace(xs, ys, paint[label], label))
+        for run in path(member)[:1]:
+            expected = prediction(run)
+            if expected is not None:
+                traces.append(Trace(expected.xs, expected.ys, paint[label], kind="prediction"))
+                said[expected.text] = None
+    if not traces:
+        return None
+    panel = Panel(traces, "tokens", "mean angle per step (rad)", log_y=True)
+    caption = f"Mean angle by which a step turns a row. {_chosen(sweep, members)}"
+    if said:
+        caption += f" Dashed, the theory: {'; '.join(said)}."
+    return Figure(key_of(sweep, "angles"), panel, caption)
+
+
+def norm_figure(
+    sweep: SweepData, members: dict[str, Member], paint: dict[str, int]
+) -> Figure | None:
+    found = {label: joined(member, "row_norm_mean") for label, member in members.items()}
+    traces = [Trace(*points, paint[label], label) for label, points in found.items() if points[0]]
+    if not traces:
+        return None
+    caption = f"Mean length of the rows of the hidden matrices. {_chosen(sweep, members)}"
+    return Figure(
+        key_of(sweep, "row-norms"), Panel(traces, "tokens", "mean row norm"), caption
+    )

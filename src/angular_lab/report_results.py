@@ -1,0 +1,178 @@
+"""A sweep's numbers as tables, in the paper's form and with the paper's numbers beside ours."""
+
+from statistics import fmean
+
+from angular_lab import paper
+from angular_lab.report_sweeps import Member, SweepData, short
+from angular_lab.report_tables import Mark, Row, Table, loss, seeds_form, tokens_form
+from angular_lab.statistics import speedrun_passes
+
+OTHER_SCALE = "The paper's numbers are from another scale (its own model, data and tokens, one seed)"
+SAME_SCALE = "The paper's numbers are from one seed"
+PAPER_ROWS: dict[str, dict[str, paper.Sweep]] = {
+    "qwen2": dict(
+        zip(("angular_muown", "angular_muown, kappa = 1", "normuon"), paper.QWEN2, strict=True)
+    ),
+    "moe": dict(
+        zip(
+            ("angular_muown, RMS scale", "angular_muown, spectral scale", "muon"),
+            paper.MOE,
+            strict=True,
+        )
+    ),
+}
+
+
+def key_of(sweep: SweepData, name: str) -> str:
+    """A file name and an id on the page; the folder keeps two sweeps of one kind apart."""
+    folder = "".join(c if c.isalnum() else "-" for c in sweep.folder.name)
+    return f"{folder}-{name}"
+
+
+def paper_note(sweep: SweepData) -> str:
+    return SAME_SCALE if sweep.scale == "paper" else OTHER_SCALE
+
+
+def mean_loss(sweep: SweepData, label: str, horizon: int) -> tuple[float, list[int]] | None:
+    """Over the judging seeds; before there are any, the seed that chose the value."""
+    losses = sweep.judged(label, horizon)
+    if not losses:
+        ends = {seed: m.final(horizon) for seed, m in sweep.at_best(label).items()}
+        losses = {seed: end[1] for seed, end in ends.items() if end is not None}
+    return (fmean(losses.values()), sorted(losses)) if losses else None
+
+
+def finals_table(sweep: SweepData) -> Table:
+    """Cooled-down loss by line and horizon."""
+    rows: list[Row] = []
+    means = {
+        (label, h): mean_loss(sweep, label, h) for label in sweep.lines for h in sweep.horizons
+    }
+    lowest = {
+        h: min((m[0] for (_, at), m in means.items() if at == h and m), default=None)
+        for h in sweep.horizons
+    }
+    axis = short(sweep.members[0].axis) if sweep.members else "value"
+    for label in sweep.lines:
+        best = sweep.best.get(label)
+        row: Row = {"line": label, f"best {axis}": best.lr if best else None}
+        for horizon in sweep.horizons:
+            found = means[label, horizon]
+            name = f"ours, {tokens_form(sweep.tokens(horizon))} tokens"
+            kind = "best" if found and found[0] == lowest[horizon] else ""
+            row[name] = loss(found[0], kind, f" (n={len(found[1])})") if found else None
+        seeds = {s for h in sweep.horizons if (m := means[label, h]) for s in m[1]}
+        row["seeds"] = seeds_form(sorted(seeds))
+        rows.append(row | _paper_teaser(sweep, label))
+    note = "Mean validation loss after the cool-down, n: number of seeds. "
+    if sweep.chose and len(sweep.seeds) > 1:
+        note += f"Seed {sweep.seeds[0]} chose the value and does not count once others are there. "
+    note += f"{paper_note(sweep)}." if sweep.experiment == "teaser" else ""
+    return Table(key_of(sweep, "final-loss"), "Final loss by line and horizon", rows, note.strip())
+
+
+def _paper_teaser(sweep: SweepData, label: str) -> Row:
+    if sweep.experiment != "teaser" or label not in paper.TEASER:
+        return {}
+    row = paper.TEASER[label]
+    cells: Row = {"paper, best lr": Mark(row.best_rate, "paper")}
+    for tokens, value in row.curve:
+        cells[f"paper, {tokens_form(tokens)} tokens"] = Mark(value, "paper", f"{value:.3f}")
+    return cells
+
+
+def by_value_table(sweep: SweepData) -> Table:
+    """Loss by line and swept value: what the first seed chose from."""
+    last, first = sweep.horizons[-1], sweep.seeds[0]
+    theirs = PAPER_ROWS.get(sweep.experiment, {})
+    values = {m.value for m in sweep.members} | {v for s in theirs.values() for v in s.losses}
+    rows: list[Row] = []
+    for label in sweep.lines:
+        found = {m.value: m for m in sweep.of_line(label) if m.seed == first}
+        row: Row = {"line": label, "source": "ours"}
+        row |= {f"{v:g}": _value_cell(sweep, found.get(v), last) for v in sorted(values)}
+        rows.append(row)
+        if label in theirs:
+            losses = theirs[label].losses
+            best = min(losses.values())
+            cells = {f"{v:g}": _paper_cell(losses.get(v), best) for v in sorted(values)}
+            rows.append({"line": label, "source": Mark("the paper's", "paper"), **cells})
+    axis = short(sweep.members[0].axis) if sweep.members else "value"
+    note = f"One seed ({first}), at {tokens_form(sweep.tokens(last))} tokens; the best of a line "
+    note += "is bold, † marks a best at the edge of its grid."
+    note += f" {paper_note(sweep)}." if theirs else ""
+    return Table(key_of(sweep, "loss-by-value"), f"Final loss by {axis}", rows, note)
+
+
+def _value_cell(sweep: SweepData, member: Member | None, horizon: int) -> Mark | None:
+    if member is None:
+        return None
+    if member.diverged:
+        return Mark("diverged")
+    end, best = member.final(horizon), sweep.best.get(member.label)
+    if end is None:
+        return Mark("unfinished")
+    is_best = best is not None and best.lr == member.value
+    edge = is_best and best is not None and best.at_edge
+    return loss(end[1], "best" if is_best else "", " †" if edge else "")
+
+
+def _paper_cell(value: float | None, best: float) -> Mark | None:
+    if value is None:
+        return None
+    return Mark(value, "paper best" if value == best else "paper", f"{value:g}")
+
+
+def speedrun_table(sweep: SweepData) -> Table:
+    """The track's rule: (3.28 - mean) * sqrt(runs) of at least 0.004."""
+    rows: list[Row] = []
+    for label in sweep.lines:
+        losses = sweep.judged(label, sweep.horizons[-1])
+        row: Row = {"line": label, "steps": sweep.horizons[-1], "runs": len(losses)}
+        if not losses:
+            rows.append({**row, "passes": "cannot be computed: no finished run"})
+            continue
+        result = speedrun_passes(list(losses.values()))
+        more = result.further_runs
+        rows.append(
+            {
+                **row,
+                "mean loss": loss(fmean(losses.values()), suffix=f" (n={len(losses)})"),
+                "(target - mean) * sqrt(n)": Mark(result.statistic, "", f"{result.statistic:+.4f}"),
+                "passes": result.passes,
+                "further runs at this mean": "no number is enough" if more is None else more,
+            }
+        )
+    note = (
+        f"Target {paper.SPEEDRUN_TARGET}, needed {paper.SPEEDRUN_MARGIN}. The preliminary version "
+        f"took {paper.SPEEDRUN_STEPS:,} steps (the track's record, not ours)."
+    )
+    if sweep.scale != "paper":
+        note += " At this scale the target means nothing; the row shows that the rule is applied."
+    return Table(key_of(sweep, "speedrun"), "The speedrun's rule", rows, note)
+
+
+def members_table(sweep: SweepData) -> Table:
+    """Every run behind the numbers."""
+    rows: list[Row] = []
+    for m in sweep.members:
+        finals = {
+            f"{tokens_form(sweep.tokens(h))} tokens": loss(end[1]) if (end := m.final(h)) else None
+            for h in sweep.horizons
+        }
+        speeds = [speed for run in m.runs if (speed := run.speed) is not None]
+        done = all(end is not None for end in finals.values())
+        status = "diverged" if m.diverged else "done" if done else "unfinished"
+        folder = next((run.name for run in m.runs), None)
+        rows.append(
+            {
+                "line": m.label,
+                short(m.axis): m.value,
+                "seed": m.seed,
+                "status": status,
+                **finals,
+                "tokens/s": fmean(speeds) if speeds else None,
+                "folder": folder,
+            }
+        )
+    return Table(key_of(sweep, "runs"), "Every run", rows)
