@@ -1,117 +1,175 @@
-"""One page about a set of runs: a table, the curves, and what the models write.
+"""The report: one page about sweeps and single runs, with every number's seeds beside it.
 
 Reads run folders only and never imports torch; the page needs no network.
 """
 
-import html
-import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from angular_lab.plots import Curve, Panel, save_png, svg
+from angular_lab.plots import save_png
+from angular_lab.report_claims import Ruling, claims_table, pair_table, rulings
+from angular_lab.report_figures import sweep_figures
+from angular_lab.report_page import Section, write_page
+from angular_lab.report_results import (
+    by_value_table,
+    finals_table,
+    key_of,
+    members_table,
+    speedrun_table,
+)
+from angular_lab.report_runs import Run, find_folders, read_run
+from angular_lab.report_single import groups, row, single_section
+from angular_lab.report_speed import speed_table
+from angular_lab.report_sweeps import SweepData, read_sweep
+from angular_lab.report_tables import Table, text_table
 from angular_lab.rundir import RunDir
 
-STYLE = """
-:root { color-scheme: light dark; --line: #8884; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
-table { border-collapse: collapse; width: 100%; }
-th, td { text-align: right; padding: .35rem .6rem; border-bottom: 1px solid var(--line); }
-th:first-child, td:first-child { text-align: left; }
-.wide { overflow-x: auto; }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(26rem, 100%), 1fr)); }
-figure { margin: .5rem; }
-svg { width: 100%; height: auto; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; padding: .7rem; }
-pre { border: 1px solid var(--line); border-radius: .4rem; }
-"""
+__all__ = ["make_report", "summary", "text_table", "write_report"]
+
+TITLE = "AngularMuown: what the runs say"
+INTRODUCTION = (
+    "This page repeats the experiments of the AngularMuown paper on the runs that were given. "
+    "Losses are validation losses in nats, and only those after the cool-down are compared. A line "
+    "is one way of training; its value, mostly the learning rate, was chosen on one seed and is "
+    "judged on the others, in pairs of the same seed.",
+    "A comparison holds when the mean paired difference is at least 0.005 with the same sign on "
+    "all seeds, and is reversed when that is so the other way round. Everything else, and "
+    "everything with one seed, is inconclusive. Numbers in italics are the paper's, not ours.",
+)
+
+
+def make_report(sources: Sequence[Path], out: Path) -> Path:
+    """The page about all sweeps and runs below the sources. What is wrong with them is on the page
+    and on stderr; the rest of the report is made."""
+    warnings: list[str] = []
+    sweeps, runs = collect(sources, warnings)
+    sections = [_sweep_section(sweep) for sweep in sweeps]
+    parts = groups(runs, warnings)
+    for i, part in enumerate(parts):
+        many = f", kind {i + 1} of {len(parts)}" if len(parts) > 1 else ""
+        sections.append(single_section(part, f"single-runs-{i + 1}", f"Single runs{many}"))
+    found = [(sweep, ruling) for sweep in sweeps for ruling in rulings(sweep)]
+    page = write_page(out, TITLE, [_opening(sweeps, runs, found, warnings), *sections])
+    for text in [*warnings, *(text for section in sections for text in section.warnings)]:
+        print(f"warning: {text}", file=sys.stderr)
+    return page
+
+
+def collect(sources: Sequence[Path], warnings: list[str]) -> tuple[list[SweepData], list[Run]]:
+    """Sweeps, and runs that belong to none. A ValueError where there is nothing at all."""
+    sweeps: dict[Path, SweepData] = {}
+    folders: dict[Path, Path] = {}
+    for source in sources:
+        with_sweeps, with_runs = find_folders(source)
+        if not with_sweeps and not with_runs:
+            warnings.append(f"{source} {_nothing(source)}")
+        for folder in with_sweeps:
+            if folder.resolve() not in sweeps:
+                sweep = read_sweep(folder, warnings)
+                if sweep is not None:
+                    sweeps[folder.resolve()] = sweep
+        folders |= {folder.resolve(): folder for folder in with_runs}
+    if not sweeps and not folders:
+        listed = "; ".join(warnings) or "no folder was given"
+        raise ValueError(
+            f"no runs to report on: {listed}. Give a folder that holds runs, such as `runs`; "
+            "`angular-lab sweep` and `angular-lab train` make them"
+        )
+    single = [path for path in folders if path.parent not in sweeps]
+    return list(sweeps.values()), _read_all([folders[path] for path in single], warnings)
+
+
+def _nothing(source: Path) -> str:
+    if not source.exists():
+        return "does not exist"
+    return "holds no run: no folder in it has a spec.json or a sweep.json"
+
+
+def _read_all(folders: Sequence[Path], warnings: list[str]) -> list[Run]:
+    found = (read_run(folder, warnings) for folder in folders)
+    return [run for run in found if run is not None and run.metrics]
+
+
+def _opening(
+    sweeps: Sequence[SweepData],
+    runs: Sequence[Run],
+    found: Sequence[tuple[SweepData, Ruling]],
+    warnings: Sequence[str],
+) -> Section:
+    members = sum(len(sweep.members) for sweep in sweeps)
+    words = [*INTRODUCTION]
+    counted = f"Here: {len(sweeps)} sweep{'s' * (len(sweeps) != 1)} with {members} runs"
+    words.append(f"{counted}, and {len(runs)} single run{'s' * (len(runs) != 1)}.")
+    table = claims_table(found, "claims")
+    return Section("short", "In short", words, warnings, [table] if table else [])
+
+
+def _sweep_section(sweep: SweepData) -> Section:
+    tables: list[Table | None] = [finals_table(sweep)]
+    words = [f"Folder {sweep.folder}. {_plan(sweep)}"]
+    if any(len({m.value for m in sweep.of_line(x)}) > 1 for x in sweep.lines):
+        tables.append(by_value_table(sweep))
+    speeds = speed_table(sweep)
+    if speeds is None and sweep.experiment != "width" and len(sweep.lines) > 1:
+        words.append(_no_speed_up(sweep))
+    tables += [speeds, pair_table(sweep)]
+    if sweep.experiment == "speedrun":
+        tables.append(speedrun_table(sweep))
+    own = [(sweep, ruling) for ruling in rulings(sweep)]
+    tables.append(claims_table(own, key_of(sweep, "claims")))
+    return Section(
+        key=key_of(sweep, "sweep"),
+        title=f"{sweep.title} ({sweep.name})",
+        words=words,
+        warnings=sweep.warnings,
+        tables=[table for table in tables if table is not None],
+        figures=sweep_figures(sweep),
+        details=[members_table(sweep)],
+    )
+
+
+def _plan(sweep: SweepData) -> str:
+    seeds = ", ".join(map(str, sweep.seeds))
+    many = f"seeds {seeds}" if len(sweep.seeds) > 1 else f"one seed ({seeds})"
+    horizons = ", ".join(f"{h:,}" for h in sweep.horizons)
+    ends = f"{len(sweep.horizons)} cool-downs off one trunk, at step" if horizons else ""
+    ends = ends if len(sweep.horizons) > 1 else "one horizon, step"
+    return f"{len(sweep.lines)} lines, {many}, {ends} {horizons}."
+
+
+def _no_speed_up(sweep: SweepData) -> str:
+    why = "one horizon gives a curve of one point, and it takes two"
+    if len(sweep.horizons) > 1:
+        why = "no line is AngularMuown"
+    return f"Speed-ups cannot be computed: {why}."
 
 
 def summary(run: RunDir) -> dict[str, Any]:
-    """The row of a run: where it ended and how fast it was."""
-    spec, lines = run.read_spec(), run.read_metrics()
-    if not lines:
-        raise ValueError(f"{run.path} has no metrics yet")
-    evaluated = [line for line in lines if "val_loss" in line]
-    angles = [line["angle_mean"] for line in lines if "angle_mean" in line]
-    timing = [json.loads(line) for line in run.timing_path.read_text().splitlines()]
-    last = evaluated[-1] if evaluated else {}
-    return {
-        "optimizer": spec.optim.name,
-        "lr": spec.optim.lr,
-        "steps": lines[-1]["step"],
-        "tokens": lines[-1]["tokens"],
-        "validation loss": last.get("val_loss"),
-        "bits per byte": last.get("val_bits_per_byte"),
-        "angle, first to last (mrad)": f"{1e3 * angles[0]:.2f} - {1e3 * angles[-1]:.2f}"
-        if angles
-        else None,
-        "tokens/s": median(line["tokens_per_second"] for line in timing),
-    }
+    """The row of a run, for a terminal."""
+    return row(_whole_run(run.path, []))
 
 
-def curves(runs: Sequence[RunDir], key: str) -> list[Curve]:
-    found: list[Curve] = []
-    for run in runs:
-        lines = [line for line in run.read_metrics() if key in line]
-        label = run.read_spec().optim.name
-        found.append((label, [line["tokens"] for line in lines], [line[key] for line in lines]))
-    return found
+def _whole_run(folder: Path, warnings: list[str]) -> Run:
+    run = read_run(folder, warnings)
+    if run is None:
+        raise ValueError(warnings[-1])
+    if not run.metrics:
+        raise ValueError(f"{folder} has no metrics yet: train it first")
+    return run
 
 
 def write_report(
     folders: Sequence[Path], out: Path, title: str, texts: Sequence[tuple[str, str]] = ()
 ) -> Path:
-    """index.html and curves.png in `out`; `texts` are (heading, text) pairs to show at the end."""
-    runs = [RunDir(folder) for folder in folders]
-    if not runs:
+    """index.html and curves.png about a few runs; `texts` are (heading, text) pairs to show."""
+    if not folders:
         raise ValueError("no runs to report on")
-    rows = [summary(run) for run in runs]
-    panels = [
-        Panel(curves(runs, "val_loss"), "tokens", "validation loss"),
-        Panel(curves(runs, "angle_mean"), "tokens", "mean angle per step (rad)", log_y=True),
-        Panel(curves(runs, "row_norm_mean"), "tokens", "mean row norm"),
-        Panel(curves(runs, "loss"), "tokens", "training loss"),
-    ]
-    page = [
-        "<!doctype html><html lang=en><meta charset=utf-8>",
-        "<meta name=viewport content='width=device-width, initial-scale=1'>",
-        f"<title>{html.escape(title)}</title><style>{STYLE}</style>",
-        f"<h1>{html.escape(title)}</h1>",
-        f"<div class=wide>{_table(rows)}</div>",
-        f"<div class=figures>{''.join(f'<figure>{svg(panel)}</figure>' for panel in panels)}</div>",
-        *(f"<h2>{html.escape(h)}</h2><pre>{html.escape(text)}</pre>" for h, text in texts),
-        "</html>",
-    ]
-    out.mkdir(parents=True, exist_ok=True)
-    save_png(panels[:2], out / "curves.png")
-    target = out / "index.html"
-    target.write_text("\n".join(page))
-    return target
-
-
-def text_table(rows: Sequence[dict[str, Any]]) -> str:
-    cells = [list(rows[0]), *([_format(value) for value in row.values()] for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in cells
-    )
-
-
-def _table(rows: Sequence[dict[str, Any]]) -> str:
-    head = "".join(f"<th>{html.escape(key)}</th>" for key in rows[0])
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(_format(v))}</td>" for v in row.values()) + "</tr>"
-        for row in rows
-    )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _format(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    warnings: list[str] = []
+    runs = [_whole_run(folder, warnings) for folder in folders]
+    section = single_section(runs, "runs", title)
+    section.warnings, section.texts = [*warnings, *section.warnings], texts
+    page = write_page(out, title, [section])
+    save_png([figure.panel for figure in section.figures[:2]], out / "curves.png")
+    return page

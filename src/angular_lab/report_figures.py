@@ -193,7 +193,7 @@ def angle_figure(
         xs, ys = joined(member, "angle_mean")
         if any(y > 0 for y in ys):
             traces.append(Trace(xs, ys, paint[label], label))
-        for run in path(member)[:1]:
+        for run in path(member):
             expected = prediction(run)
             if expected is not None:
                 traces.append(Trace(expected.xs, expected.ys, paint[label], kind="prediction"))
@@ -215,6 +215,4 @@ def norm_figure(
     if not traces:
         return None
     caption = f"Mean length of the rows of the hidden matrices. {_chosen(sweep, members)}"
-    return Figure(
-        key_of(sweep, "row-norms"), Panel(traces, "tokens", "mean row norm"), caption
-    )
+    return Figure(key_of(sweep, "row-norms"), Panel(traces, "tokens", "mean row norm"), caption)

@@ -1,6 +1,6 @@
 """What the theory predicts for the angle per step, regime by regime (docs/theory.md).
 
-Drawn over the constant phase of a run: the plateau and the power law are about a rate that stays.
+The plateau and the power law are about a rate that stays: they are drawn over the constant phase.
 """
 
 from dataclasses import dataclass
@@ -23,16 +23,12 @@ class Prediction:
 def prediction(run: Run) -> Prediction | None:
     """None where none of the three regimes is this run's."""
     optim = run.spec.optim
+    if optim.name == "angular_muown":
+        return _explicit(run) if optim.scale in UNIT_STEP else None
     steps = _constant_steps(run)
     if len(steps) < 2:
         return None
-    size = run.spec.tokens_per_step
-    tokens = [float(step * size) for step in steps]
-    if optim.name == "angular_muown":
-        if optim.scale not in UNIT_STEP:
-            return None
-        ys = [optim.lr * kappa(run, step) for step in steps]
-        return Prediction(tokens, ys, "lr·κ_t for AngularMuown")
+    tokens = [float(step * run.spec.tokens_per_step) for step in steps]
     if optim.weight_decay > 0:
         level = sqrt(2 * optim.lr * optim.weight_decay)
         return Prediction(tokens, [level] * len(steps), "a plateau at √(2·lr·weight decay)")
@@ -41,7 +37,16 @@ def prediction(run: Run) -> Prediction | None:
     return None
 
 
-def kappa(run: Run, step: int) -> float:
+def _explicit(run: Run) -> Prediction | None:
+    """The schedule that was set: nothing is fitted, and it holds in warm-up and cool-down too."""
+    lines = [line for line in run.metrics if line.get("angle_mean", 0) > 0 and line.get("lr")]
+    if len(lines) < 2:
+        return None
+    ys = [line["lr"] * line.get("kappa", _kappa(run, line["step"])) for line in lines]
+    return Prediction([float(line["tokens"]) for line in lines], ys, "lr·κ_t for AngularMuown")
+
+
+def _kappa(run: Run, step: int) -> float:
     """As the optimizer computes it; the step counts from 0 there and from 1 in the log."""
     optim = run.spec.optim
     past = max(step - 1 - run.spec.schedule.warmup, 0)

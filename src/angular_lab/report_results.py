@@ -7,7 +7,9 @@ from angular_lab.report_sweeps import Member, SweepData, short
 from angular_lab.report_tables import Mark, Row, Table, loss, seeds_form, tokens_form
 from angular_lab.statistics import speedrun_passes
 
-OTHER_SCALE = "The paper's numbers are from another scale (its own model, data and tokens, one seed)"
+OTHER_SCALE = (
+    "The paper's numbers are from another scale (its own model, data and tokens, one seed)"
+)
 SAME_SCALE = "The paper's numbers are from one seed"
 PAPER_ROWS: dict[str, dict[str, paper.Sweep]] = {
     "qwen2": dict(

@@ -154,7 +154,7 @@ def test_noise_wraps_as_32_bit_words_do() -> None:
     ends = []
     for fused in (True, False):
         p = nn.Parameter(parameter(128, 128).detach().bfloat16())
-        opt = AngularMuown([p], lr=2e-3, radius="fixed")
+        opt = AngularMuown([p], lr=2e-3, radius="fixed", decay_degree=0.0)
         opt.param_groups[0]["step"] = seed
         p.grad = noise(128, 128, seed=0).bfloat16()
         with kernels(fused):
