@@ -47,6 +47,12 @@ def submit(arguments: argparse.Namespace) -> None:
                 print(job.result())
 
 
+def report(arguments: argparse.Namespace) -> None:
+    from angular_lab.report import make_report
+
+    print(make_report(arguments.runs, arguments.out))
+
+
 def experiments(_: argparse.Namespace) -> None:
     from angular_lab.cost import listing
 
@@ -55,6 +61,9 @@ def experiments(_: argparse.Namespace) -> None:
 
 def add_experiments(add: Callable[..., argparse.ArgumentParser]) -> None:
     add("experiments", experiments, "list the paper's experiments and what they cost here")
+    sub = add("report", report, "a page about sweeps and runs")
+    sub.add_argument("runs", type=Path, nargs="+", help="folders with runs, at any depth")
+    sub.add_argument("-o", "--out", type=Path, default=Path("report"))
     for name, function, summary in (
         ("sweep", sweep, "run an experiment of the paper here; run again to go on"),
         ("submit", submit, "start what can run now of an experiment in other processes"),

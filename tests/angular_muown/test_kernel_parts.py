@@ -1,5 +1,6 @@
 """The parts of the kernels: which products, where their results lie, what they compute."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,8 +14,6 @@ from angular_muown.kernels.schedule import ALIGNMENT, SCALE, Kind, Product
 from angular_muown.stages.orthogonalize import POLAR_EXPRESS, POLAR_EXPRESS_MARGIN, QUINTIC
 from tests.angular_muown.family import noise
 
-if torch.cuda.is_available():
-    pytest.skip("tests/test_gpu.py runs the compiled kernels", allow_module_level=True)
 pytest.importorskip("triton")
 
 from angular_muown.kernels import products
@@ -23,6 +22,12 @@ from tests.angular_muown.test_kernels import Member, advance, assert_fused, far,
 Triples = tuple[schedule.Triple, ...]
 ORDINARY, GRAM = (1,) * 5, (1, 2, 2)
 SHAPES = [(128, 128), (144, 160), (160, 144), (176, 304), (272, 144), (128, 320), (208, 224)]
+
+
+@pytest.fixture(autouse=True)
+def _where() -> Iterator[None]:
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        yield
 
 
 def iterate(X: Tensor, triples: Triples, dtype: torch.dtype = torch.float64) -> Tensor:

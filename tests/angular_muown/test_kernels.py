@@ -1,4 +1,4 @@
-"""The fused step against the eager one: the same function, in Triton's interpreter."""
+"""The fused step against the eager one: the same function; on a GPU, or in Triton's interpreter."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -9,13 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from angular_muown import AngularMuown, Muon, Muown, NorMuon, NorMuown
+from angular_muown import AngularMuown, Muon, Muown, NorMuon, NorMuown, engine
 from angular_muown.engine import Engine
 from angular_muown.kernels import dispatch
 from tests.angular_muown.family import noise, parameter
 
-if torch.cuda.is_available():
-    pytest.skip("tests/test_gpu.py runs the compiled kernels", allow_module_level=True)
 pytest.importorskip("triton")
 
 from angular_muown.kernels import chunks
@@ -27,19 +25,19 @@ Disturb = Callable[[int, list[nn.Parameter], Engine], None]
 
 @contextmanager
 def kernels(on: bool) -> Iterator[None]:
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(dispatch, "INTERPRETED", on)
-            dispatch.runs_on.cache_clear()
-            yield
-    finally:
-        dispatch.runs_on.cache_clear()
+    """By kernels or not; where there is a GPU, on it."""
+    gpu = torch.cuda.is_available()
+    with pytest.MonkeyPatch.context() as patch, torch.device("cuda" if gpu else "cpu"):
+        for module in (dispatch, engine):
+            patch.setattr(module, "runs_on", lambda device: on)
+        yield
 
 
 @pytest.fixture(autouse=True)
 def _interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The interpreter pays per program: larger ones, still several per matrix."""
-    monkeypatch.setattr(chunks, "ROW_ELEMENTS", 16384)
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(chunks, "ROW_ELEMENTS", 16384)
     with kernels(True):
         yield
 
@@ -242,3 +240,20 @@ def test_a_value_changed_between_steps_takes_effect(key: str, value: Any) -> Non
     (p,) = weights([(128, 128)], torch.float64)
     advance(AngularMuown([p]), [p], 2)
     assert far(changed, p.detach()) > 5e-3
+
+
+def test_the_default_device_does_not_matter() -> None:
+    """Tables and scalars are made on the host, whatever torch.set_default_device says."""
+    ends = []
+    for device in ("cpu", "meta"):
+        params = weights([*SHAPES], torch.float32)
+        gradients = [noise(*p.shape, seed=i).to(p) for i, p in enumerate(params)]
+        opt = NorMuown(params)
+        with torch.device(device):
+            for _ in range(2):
+                for p, G in zip(params, gradients, strict=True):
+                    p.grad = G
+                opt.step()
+        assert_fused(opt)
+        ends.append([p.detach() for p in params])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))

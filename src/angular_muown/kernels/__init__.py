@@ -3,7 +3,7 @@
 before -> norms -> products -> norms -> after, chunk by chunk through a bounded buffer:
 
     schedule    which products make a polar factor, what they cost, where their results lie
-    tables      where matrices lie: lines of addresses
+    tables      where matrices lie: lines of addresses; columns: what is where in them
     rows        what the row kernels share; before, norms, after: those kernels
     products    the matrix products; symmetric: the kernel for most of them
     chunks      launches for some matrices of one kind; lanes: their order

@@ -13,6 +13,7 @@ from torch import Tensor
 from angular_muown.kernels import products
 from angular_muown.kernels.after import after_kernel
 from angular_muown.kernels.before import before_kernel
+from angular_muown.kernels.columns import STATS
 from angular_muown.kernels.dispatch import CHARTS, RADII
 from angular_muown.kernels.norms import (
     normalize_kernel,
@@ -27,7 +28,6 @@ from angular_muown.rounding import DROPPED_BITS
 from angular_muown.stages.normalize import RowSecondMoment
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-STATS = 4  # row vectors between the kernels; named in rows.py
 ROW_ELEMENTS = 2048  # of a row kernel's program
 TURN_TILE = 64
 BLOCK = 1024  # rows at a time, where one program looks at all of them

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from angular_muown.kernels import columns
+from angular_muown.kernels.columns import ROW_STATE
 from angular_muown.kernels.schedule import TILE, Triple
-from angular_muown.kernels.tables import ROW_STATE
 from angular_muown.recipe import Recipe
 from angular_muown.stages import orthogonalize as polar
 from angular_muown.stages.charts import Flat, Oblique, WeightNorm
@@ -24,11 +25,13 @@ from angular_muown.views import Layout
 SIDE = 16  # sides are multiples of it: loads 16 bytes wide
 LONGEST_ROW = 16384  # a program holds whole rows in registers
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-# Tests set it, to run the kernels on the CPU in Triton's interpreter.
-INTERPRETED = False
 
-CHARTS: dict[type, int] = {Flat: 0, Oblique: 1, WeightNorm: 2}
-RADII: dict[type, int] = {Fixed: 0, Adam: 1, LogAdam: 2}
+CHARTS: dict[type, int] = {
+    Flat: columns.FLAT,
+    Oblique: columns.OBLIQUE,
+    WeightNorm: columns.WEIGHT_NORM,
+}
+RADII: dict[type, int] = {Fixed: columns.FIXED, Adam: columns.ADAM, LogAdam: columns.LOG_ADAM}
 ITERATIONS: dict[Any, tuple[tuple[Triple, ...], float]] = {
     polar.polar_express: (polar.POLAR_EXPRESS, polar.POLAR_EXPRESS_MARGIN),
     polar.gram: (polar.POLAR_EXPRESS, polar.POLAR_EXPRESS_MARGIN),
@@ -38,8 +41,6 @@ ITERATIONS: dict[Any, tuple[tuple[Triple, ...], float]] = {
 
 @cache
 def runs_on(device: torch.device) -> bool:
-    if INTERPRETED:
-        return True
     if device.type != "cuda" or torch.version.hip or find_spec("triton") is None:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)

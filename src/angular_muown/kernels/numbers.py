@@ -5,12 +5,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from angular_muown.kernels.step import NUMBERS, FusedStep, send
+from angular_muown.kernels.columns import (
+    BETA,
+    BETA1,
+    BETA2,
+    DECAY,
+    EPS,
+    NUMBERS,
+    RADIUS_LR,
+    ROW_BETA,
+    SEED,
+    STEP,
+)
+from angular_muown.kernels.step import FusedStep, send
 from angular_muown.recipe import Recipe
 from angular_muown.rounding import hash_seed
 
 Rate = float | Tensor
-STEP, RADIUS_LR, DECAY, SEED = 1, 2, 3, 8  # columns, as in rows.py; SEED holds bits
 WORDS = 1 << 32  # values of a 32-bit word
 
 
@@ -38,7 +49,7 @@ def _on_host(
     for m, n, *_ in step.known.kinds:
         turn = lr * float(recipe.kappa) * recipe.scale(m, n)
         values += _line(group, turn, radius_lr, 1 - lr * group["weight_decay"])
-    every = torch.tensor(values, dtype=torch.float64)
+    every = torch.tensor(values, dtype=torch.float64, device="cpu")
     out = torch.cat([every, ages.flatten()]).float()
     out.view(torch.int32)[SEED : len(values) : NUMBERS] = _signed(hash_seed(group["step"]))
     return out
@@ -67,8 +78,15 @@ def _on_device(
 
 
 def _line(group: dict[str, Any], turn: float, radius_lr: float, decay: float) -> list[float]:
-    line = [group["momentum"], turn, radius_lr, decay, *group["betas"], group["eps"]]
-    return [*line, group.get("row_beta", 0.0)] + [0.0] * (NUMBERS - len(line) - 1)
+    line = [0.0] * NUMBERS
+    line[BETA], line[EPS], line[ROW_BETA] = (
+        group["momentum"],
+        group["eps"],
+        group.get("row_beta", 0.0),
+    )
+    line[BETA1], line[BETA2] = group["betas"]
+    line[STEP], line[RADIUS_LR], line[DECAY] = turn, radius_lr, decay
+    return line
 
 
 def _signed(word: Any) -> Any:

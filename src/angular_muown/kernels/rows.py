@@ -2,26 +2,42 @@
 
 The maths is that of `engine.update` and its stages, written down a second time because a compiler
 needs it in this form; tests/angular_muown/test_kernels.py holds the two together. `table` has one
-line per matrix: the addresses and strides that are named below; `numbers` holds a step's scalars.
+line per matrix, `numbers` a step's scalars; columns.py names what is where.
 """
 
 import triton
 import triton.language as tl
 
-from angular_muown.kernels import tables
+from angular_muown.kernels import columns
 
-# one line of the table
-WEIGHT, GRADIENT, MOMENTUM, ROW_STRIDE = (tl.constexpr(i) for i in range(4))
-STORED_NORM, SECOND_MOMENT, EXP_AVG, EXP_AVG_SQ = (tl.constexpr(i) for i in range(4, 8))
-STATE_STRIDE = tl.constexpr(8)
-LINE = tl.constexpr(tables.LINE)
-# scalars
-BETA, STEP, RADIUS_LR, DECAY = (tl.constexpr(i) for i in range(4))
-BETA1, BETA2, EPS, ROW_BETA, SEED = (tl.constexpr(i) for i in range(4, 9))
-# row statistics, (STATS, count, m)
-EXPONENT, SQUARES, RADIAL, FACTOR = (tl.constexpr(i) for i in range(4))
-FLAT, OBLIQUE, WEIGHT_NORM = (tl.constexpr(i) for i in range(3))
-FIXED, ADAM, LOG_ADAM = (tl.constexpr(i) for i in range(3))
+# a kernel sees constants only as constexpr
+WEIGHT = tl.constexpr(columns.WEIGHT)
+GRADIENT = tl.constexpr(columns.GRADIENT)
+MOMENTUM = tl.constexpr(columns.MOMENTUM)
+ROW_STRIDE = tl.constexpr(columns.ROW_STRIDE)
+STORED_NORM = tl.constexpr(columns.STORED_NORM)
+SECOND_MOMENT = tl.constexpr(columns.SECOND_MOMENT)
+EXP_AVG = tl.constexpr(columns.EXP_AVG)
+EXP_AVG_SQ = tl.constexpr(columns.EXP_AVG_SQ)
+STATE_STRIDE = tl.constexpr(columns.STATE_STRIDE)
+LINE = tl.constexpr(columns.LINE)
+BETA = tl.constexpr(columns.BETA)
+STEP = tl.constexpr(columns.STEP)
+RADIUS_LR = tl.constexpr(columns.RADIUS_LR)
+DECAY = tl.constexpr(columns.DECAY)
+BETA1 = tl.constexpr(columns.BETA1)
+BETA2 = tl.constexpr(columns.BETA2)
+EPS = tl.constexpr(columns.EPS)
+ROW_BETA = tl.constexpr(columns.ROW_BETA)
+SEED = tl.constexpr(columns.SEED)
+EXPONENT = tl.constexpr(columns.EXPONENT)
+SQUARES = tl.constexpr(columns.SQUARES)
+RADIAL = tl.constexpr(columns.RADIAL)
+FACTOR = tl.constexpr(columns.FACTOR)
+FLAT = tl.constexpr(columns.FLAT)
+WEIGHT_NORM = tl.constexpr(columns.WEIGHT_NORM)
+FIXED = tl.constexpr(columns.FIXED)
+ADAM = tl.constexpr(columns.ADAM)
 
 
 @triton.jit

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from angular_muown.capture import is_recording
 from angular_muown.kernels.chunks import Batch, Choices, Chunk
+from angular_muown.kernels.columns import NUMBERS, ROW_STATE
 from angular_muown.kernels.dispatch import ITERATIONS
 from angular_muown.kernels.lanes import LANES, graph_pool, launch, side_stream
 from angular_muown.kernels.schedule import SCALE, allocate, chain_for
-from angular_muown.kernels.tables import ROW_STATE, Place, dtypes_of, table
+from angular_muown.kernels.tables import Place, dtypes_of, table
 from angular_muown.stages.charts import normalize_rows
 from angular_muown.views import Layout
 
 Observers = Sequence[Callable[[Sequence[tuple[Tensor, int]], Tensor, Tensor], None]]
 SPARES = 4  # graphs that can be recorded between two steps
-NUMBERS = 12  # scalars per kind of matrix; named in rows.py
 
 
 class FusedStep:

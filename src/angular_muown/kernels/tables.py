@@ -9,12 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from angular_muown.kernels.columns import ADDRESSES, LINE, ROW_STATE, ROW_STRIDE, STATE_STRIDE
 from angular_muown.views import Layout
-
-LINE = 12  # numbers per matrix; the columns are named in rows.py
-ADDRESSES = [0, 1, 2, 4, 5, 6, 7]  # the columns that hold some
-ROW_STATE = ("stored_norm", "row_second_moment", "exp_avg", "exp_avg_sq")
-
 
 # addresses of a parameter, its gradient and its momentum, and what could differ at the same ones
 Place = tuple[int, int, int, torch.dtype, bool]
@@ -62,7 +58,7 @@ class Table:
         state = [[row[name].data_ptr() if name in row else 0 for name in ROW_STATE] for row in rows]
         both = [[*place[:3], *own] for place, own in zip(places, state, strict=True)]
         lines = self.fixed.clone()
-        lines[:, ADDRESSES] += torch.tensor(both, dtype=torch.int64)[self.owner]
+        lines[:, ADDRESSES] += torch.tensor(both, dtype=torch.int64, device="cpu")[self.owner]
         return lines
 
 
@@ -72,16 +68,21 @@ def dtypes_of(p: Tensor, state: dict[str, Any]) -> tuple[torch.dtype, torch.dtyp
 
 
 def table(params: Sequence[Tensor], states: Sequence[dict[str, Any]], layout: Layout) -> Table:
-    lines: dict[Kind, list[list[int]]] = defaultdict(list)
+    lines: dict[Kind, list[tuple[list[int], int]]] = defaultdict(list)
     for index, (p, state) in enumerate(zip(params, states, strict=True)):
         dtypes = dtypes_of(p, state)
         sizes = [dtype.itemsize for dtype in dtypes]
         for piece in pieces(p.shape, layout):
             for at, at_state in zip(piece.offsets, piece.state_offsets, strict=True):
-                line = [at * size for size in sizes] + [piece.stride]
-                line += [at_state * 4] * 4 + [piece.state_stride, index]
-                lines[piece.m, piece.n, *dtypes].append(line)
-    every = torch.tensor([line for kind in lines.values() for line in kind], dtype=torch.int64)
-    fixed = torch.zeros(len(every), LINE, dtype=torch.int64)
-    fixed[:, :9] = every[:, :9]
-    return Table({kind: len(own) for kind, own in lines.items()}, every[:, 9], fixed)
+                line = [0] * LINE
+                offsets = [at * size for size in sizes] + [at_state * 4] * len(ROW_STATE)
+                for column, offset in zip(ADDRESSES, offsets, strict=True):
+                    line[column] = offset
+                line[ROW_STRIDE], line[STATE_STRIDE] = piece.stride, piece.state_stride
+                lines[piece.m, piece.n, *dtypes].append((line, index))
+    flat = [line for kind in lines.values() for line in kind]
+    # on the host, whatever the default device is
+    fixed, owner = (
+        torch.tensor(part, dtype=torch.int64, device="cpu") for part in zip(*flat, strict=True)
+    )
+    return Table({kind: len(own) for kind, own in lines.items()}, owner, fixed)
