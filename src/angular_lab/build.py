@@ -2,6 +2,7 @@
 
 import inspect
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ class Models:
     def __init__(self) -> None:
         self._key: tuple[Any, ...] = ()
         self._kept: tuple[LanguageModel, nn.Module] | None = None
+        self.points: dict[Path, Any] = {}  # branch points of the last trunk, by their folders
 
     def take(self, spec: Spec, ranks: Ranks) -> tuple[LanguageModel, nn.Module]:
         """A model as `make_model` makes it, and what the loop calls."""

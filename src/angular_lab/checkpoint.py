@@ -4,6 +4,7 @@ Atomic: written to a temporary folder, forced to disk, renamed. A kill at any mo
 good one. Loading executes no code: only tensors and plain values are unpickled.
 """
 
+import copy
 import os
 import pickle
 import shutil
@@ -102,6 +103,28 @@ def load(
         optimizers,
         model_state_dict=content["model"],
         optim_state_dict=content.get("optimizer", {}),
+    )
+    return content["counters"]
+
+
+Point = dict[str, Any]
+
+
+def to_memory(
+    counters: dict[str, int], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Point:
+    """What `save` writes, as a copy that a later run of this process can start from."""
+    weights, state = get_state_dict(model, optimizer)
+    return copy.deepcopy({"model": weights, "optimizer": state, "counters": counters})
+
+
+def from_memory(point: Point, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    content = copy.deepcopy(point)  # an optimizer may keep the tensors it is given
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=content["model"],
+        optim_state_dict=content["optimizer"],
     )
     return content["counters"]
 

@@ -42,6 +42,7 @@ class Trainer:
             raise ValueError(
                 f"the validation split of {data} is shorter than one sequence of {sequence} tokens"
             )
+        self.models = models
         self.model, self.parallel = (models or build.Models()).take(spec, ranks)
         self.optimizer = build.make_optimizer(self.model, spec)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
@@ -56,7 +57,11 @@ class Trainer:
         self.host_norm = OnHost(torch.zeros(()))
 
     def restore(self, source: Path) -> None:
-        counters = checkpoint.load(source, self.model, self.optimizer, self.ranks)
+        known = self.models.points.get(source.resolve()) if self.models else None
+        if known is None:
+            counters = checkpoint.load(source, self.model, self.optimizer, self.ranks)
+        else:
+            counters = checkpoint.from_memory(known, self.model, self.optimizer)
         self.step, self.skipped = counters["step"], counters["skipped"]
         self.monitor.read()  # loading takes a step for show, which it measured
 
@@ -182,6 +187,11 @@ class Trainer:
             self.run.sync_metrics()
         counters = {"step": self.step, "skipped": self.skipped}
         checkpoint.save(self.run.checkpoints, counters, self.model, self.optimizer, self.ranks)
+        if self.models and self.ranks.world == 1 and self.step in self.spec.pinned:
+            point = checkpoint.step_folder(self.run.checkpoints, self.step).resolve()
+            last = {p: v for p, v in self.models.points.items() if p.parent == point.parent}
+            state = checkpoint.to_memory(counters, self.model, self.optimizer)
+            self.models.points = {**last, point: state}  # of one trunk at a time
         if self.ranks.first:
             checkpoint.prune(self.run.checkpoints, self.spec.keep, self.spec.pinned)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from angular_lab import checkpoint
 from angular_lab import sweep as sweep_module
 from angular_lab.cost import cost, listing
 from angular_lab.experiments import EXPERIMENTS, SCALES, Experiment, Line, experiment, trained_by
@@ -61,6 +62,15 @@ def test_runs_that_share_a_model_are_as_if_alone(data: Path, tmp_path: Path) -> 
         folder = tmp_path / "sweep" / entry["folders"]["6"]
         train(RunDir(folder).read_spec(), tmp_path / "alone" / folder.name, device="cpu")
         assert lines(folder) == lines(tmp_path / "alone" / folder.name)
+
+
+def test_branches_start_from_memory(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within a process no checkpoint is read; that the bytes are those of one that reads is what
+    the next test shows."""
+    monkeypatch.setattr(checkpoint, "load", lambda *_: pytest.fail("it read a checkpoint"))
+    Sweep(small(data), tmp_path / "sweep", device="cpu").run()
 
 
 def test_the_budget_stops_it_and_nothing_is_done_twice(data: Path, tmp_path: Path) -> None:
