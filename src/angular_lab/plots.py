@@ -4,6 +4,7 @@ import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -59,21 +60,39 @@ def draw(axes: Any, panel: Panel) -> None:
     axes.grid(alpha=0.25)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    if any(trace.label for trace in panel.traces):
-        axes.legend(frameon=False, fontsize=9, handlelength=1.6)
+    if labels := [trace.label for trace in panel.traces if trace.label]:  # below: it hides nothing
+        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.17), "borderaxespad": 0}
+        columns = _legend_columns(labels)
+        axes.legend(frameon=False, fontsize=9.5, handlelength=1.6, ncols=columns, **place)
+
+
+def _legend_columns(labels: Sequence[str]) -> int:
+    """As many as fit beside each other; matplotlib fills them one after the other."""
+    for columns in range(4, 1, -1):
+        rows = ceil(len(labels) / columns)
+        parts = [labels[i : i + rows] for i in range(0, len(labels), rows)]
+        if sum(max(map(len, part)) + 6 for part in parts) <= 58:
+            return columns
+    return 1
+
+
+def short_number(value: float) -> str:
+    """61.4k, 2.5M; small ones as they are."""
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:.3g}"
 
 
 def _scale(axes: Any, panel: Panel) -> None:
-    from matplotlib.ticker import EngFormatter, FixedLocator, FuncFormatter, NullLocator
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-    short = FuncFormatter(lambda value, _: f"{value:g}")
     if panel.log_x:
         axes.set_xscale("log")
     if panel.x_ticks:
         axes.xaxis.set_major_locator(FixedLocator(list(panel.x_ticks)))
         axes.xaxis.set_minor_locator(NullLocator())
-    large = [x for trace in panel.traces for x in trace.xs if x >= 1000]
-    axes.xaxis.set_major_formatter(EngFormatter(sep="") if large else short)  # 600k, 2.5M
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
     if panel.log_y:
         _log_y(axes, panel)
     low, high = axes.get_ylim()
@@ -95,7 +114,9 @@ def _log_y(axes: Any, panel: Panel) -> None:
 def _figure(panels: Sequence[Panel]) -> Any:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.6 * len(panels), 3.9), layout="constrained")
+    labels = [[trace.label for trace in panel.traces if trace.label] for panel in panels]
+    rows = max((ceil(len(x) / _legend_columns(x)) for x in labels if x), default=0)
+    figure = Figure(figsize=(5.2 * len(panels), 3.5 + 0.2 * rows), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         draw(axes, panel)
     return figure

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from angular_lab.experiments import EXPERIMENTS
 from angular_lab.plots import save_png
 from angular_lab.report_claims import Ruling, claims_table, pair_table, rulings
 from angular_lab.report_figures import sweep_figures
@@ -51,9 +52,11 @@ def make_report(sources: Sequence[Path], out: Path) -> Path:
         many = f", kind {i + 1} of {len(parts)}" if len(parts) > 1 else ""
         sections.append(single_section(part, f"single-runs-{i + 1}", f"Single runs{many}"))
     found = [(sweep, ruling) for sweep in sweeps for ruling in rulings(sweep)]
-    page = write_page(out, TITLE, [_opening(sweeps, runs, found, warnings), *sections])
-    for text in [*warnings, *(text for section in sections for text in section.warnings)]:
-        print(f"warning: {text}", file=sys.stderr)
+    opening = _opening(sweeps, runs, found, warnings)
+    page = write_page(out, TITLE, [opening, *sections], INTRODUCTION)
+    for section in [opening, *sections]:
+        for text in section.warnings:
+            print(f"warning: {section.title}: {text}", file=sys.stderr)
     return page
 
 
@@ -77,8 +80,24 @@ def collect(sources: Sequence[Path], warnings: list[str]) -> tuple[list[SweepDat
             f"no runs to report on: {listed}. Give a folder that holds runs, such as `runs`; "
             "`angular-lab sweep` and `angular-lab train` make them"
         )
-    single = [path for path in folders if path.parent not in sweeps]
-    return list(sweeps.values()), _read_all([folders[path] for path in single], warnings)
+    for path, sweep in sweeps.items():
+        alike = [s.folder.name for s in sweeps.values()].count(sweep.folder.name) > 1
+        sweep.key = f"{sweep.folder.parent.name}-{sweep.folder.name}" if alike else ""
+        sweep.warnings += _leftovers(sweep, [f for at, f in folders.items() if at.parent == path])
+    single = [folder for at, folder in folders.items() if at.parent not in sweeps]
+    order = [*EXPERIMENTS]
+    ranked = sorted(
+        sweeps.values(),
+        key=lambda s: (order.index(s.experiment) if s.experiment in order else len(order), s.name),
+    )
+    return ranked, _read_all(single, warnings)
+
+
+def _leftovers(sweep: SweepData, folders: Sequence[Path]) -> list[str]:
+    """Runs of an earlier plan stay where they are: said, not shown."""
+    known = {run.folder.name for member in sweep.members for run in member.runs}
+    names = sorted(f.name for f in folders if f.name not in known | sweep.excluded)
+    return [f"{name} is in the folder, but not in sweep.json: left out" for name in names]
 
 
 def _nothing(source: Path) -> str:
@@ -99,9 +118,8 @@ def _opening(
     warnings: Sequence[str],
 ) -> Section:
     members = sum(len(sweep.members) for sweep in sweeps)
-    words = [*INTRODUCTION]
-    counted = f"Here: {len(sweeps)} sweep{'s' * (len(sweeps) != 1)} with {members} runs"
-    words.append(f"{counted}, and {len(runs)} single run{'s' * (len(runs) != 1)}.")
+    counted = f"{len(sweeps)} sweep{'s' * (len(sweeps) != 1)} with {members} runs"
+    words = [f"{counted}, and {len(runs)} single run{'s' * (len(runs) != 1)}."]
     table = claims_table(found, "claims")
     return Section("short", "In short", words, warnings, [table] if table else [])
 
@@ -109,7 +127,7 @@ def _opening(
 def _sweep_section(sweep: SweepData) -> Section:
     tables: list[Table | None] = [finals_table(sweep)]
     words = [f"Folder {sweep.folder}. {_plan(sweep)}"]
-    if any(len({m.value for m in sweep.of_line(x)}) > 1 for x in sweep.lines):
+    if sweep.chose:
         tables.append(by_value_table(sweep))
     speeds = speed_table(sweep)
     if speeds is None and sweep.experiment != "width" and len(sweep.lines) > 1:
@@ -117,8 +135,6 @@ def _sweep_section(sweep: SweepData) -> Section:
     tables += [speeds, pair_table(sweep)]
     if sweep.experiment == "speedrun":
         tables.append(speedrun_table(sweep))
-    own = [(sweep, ruling) for ruling in rulings(sweep)]
-    tables.append(claims_table(own, key_of(sweep, "claims")))
     return Section(
         key=key_of(sweep, "sweep"),
         title=f"{sweep.title} ({sweep.name})",

@@ -32,7 +32,8 @@ nav ul {{ margin: .2rem 0; padding-left: 1.2rem; }}
 figure {{ margin: 0; padding: .7rem; min-width: 0; border: 1px solid var(--rule);
   border-radius: .5rem; }}
 figure svg {{ display: block; width: 100%; height: auto; max-width: 40rem; margin: 0 auto; }}
-figure svg text {{ font-family: system-ui, -apple-system, "Segoe UI", sans-serif !important; }}
+figure svg text {{ fill: currentColor;
+  font-family: system-ui, -apple-system, "Segoe UI", sans-serif !important; }}
 figcaption {{ margin-top: .4rem; overflow-wrap: anywhere; }}
 .wide {{ overflow-x: auto; border: 1px solid var(--rule); border-radius: .5rem; }}
 table {{ border-collapse: collapse; width: 100%; font-size: .9rem;
@@ -40,11 +41,11 @@ table {{ border-collapse: collapse; width: 100%; font-size: .9rem;
 th, td {{ text-align: right; padding: .3rem .6rem; border-bottom: 1px solid var(--rule);
   white-space: nowrap; vertical-align: top; }}
 tbody tr:last-child td {{ border-bottom: 0; }}
-th:first-child, td:first-child, td.text, td.long {{ text-align: left; }}
+th:first-child, td:first-child, .text, td.long {{ text-align: left; }}
 td.long {{ white-space: normal; min-width: 16rem; }}
 th {{ background: var(--box); padding: 0; vertical-align: bottom; }}
 th button {{ all: unset; box-sizing: border-box; width: 100%; cursor: pointer; font-weight: 600;
-  padding: .35rem .6rem; white-space: normal; min-width: 4.5rem; line-height: 1.25; }}
+  padding: .35rem .6rem; white-space: normal; min-width: 3.4rem; line-height: 1.25; }}
 th button:focus-visible, .wide:focus-visible {{ outline: 2px solid var(--link);
   outline-offset: -2px; }}
 th[aria-sort=ascending] button::after {{ content: " ▲"; }}
@@ -61,6 +62,7 @@ summary {{ cursor: pointer; font-weight: 600; }}
 details {{ margin: 1rem 0; }}
 pre {{ white-space: pre-wrap; overflow-wrap: anywhere; padding: .7rem; background: var(--box);
   border: 1px solid var(--rule); border-radius: .4rem; }}
+@media (max-width: 40rem) {{ body {{ padding: 1rem .6rem 3rem; }} figure {{ padding: .4rem; }} }}
 @media print {{ figure, tr {{ break-inside: avoid; }} }}
 """
 

@@ -46,14 +46,14 @@ def _lowest(ours: Sequence[str], others: Sequence[str] = ()) -> Check:
                     result = verdict(sweep.judged(a, h), sweep.judged(b, h))
                     outcomes.append(result.outcome)
                     at = f" at {tokens_form(sweep.tokens(h))}" if len(sweep.horizons) > 1 else ""
-                    reasons.append(f"{b}{at}: {result.outcome} ({result.reason})")
+                    reasons.append(f"{b}{at} ({result.reason})")
         if not outcomes:
             return "inconclusive", "cannot be checked: there is no other line"
         if all(outcome == "holds" for outcome in outcomes):
             return "holds", f"all {len(outcomes)} comparisons hold"
         total: Outcome = "reversed" if "reversed" in outcomes else "inconclusive"
-        wrong = [r for r, outcome in zip(reasons, outcomes, strict=True) if outcome == total]
-        return total, f"{outcomes.count(total)} of {len(outcomes)} comparisons; first {wrong[0]}"
+        count, example = outcomes.count(total), reasons[outcomes.index(total)]
+        return total, f"{total} in {count} of {len(outcomes)} comparisons, as against {example}"
 
     return check
 
@@ -83,9 +83,11 @@ def _faster(other: str) -> Check:
         shown = ", ".join(f"{x:.2f}" if x else "below 1" for x in found.values())
         measured = f"speed-up {shown} where the paper claims about {claimed:g}"
         outcome, reason = _by_seed({s: x >= NEARLY * claimed for s, x in found.items()}, measured)
-        if outcome == "reversed" and any(x >= 1 for x in found.values()):
-            return "inconclusive", f"faster, but by less than claimed: {measured}"
-        return outcome, reason
+        if outcome != "reversed" or all(x < 1 for x in found.values()):
+            return outcome, reason
+        faster = all(x >= 1 for x in found.values())
+        how = "faster, but by less than claimed" if faster else "not faster on every seed"
+        return "inconclusive", f"{how}: {measured}"
 
     return check
 
@@ -129,7 +131,9 @@ def _same_best(sweep: SweepData) -> tuple[Outcome, str]:
     best = {label: sweep.best[label] for label in sweep.lines if label in sweep.best}
     if len(best) < len(sweep.lines):
         return "inconclusive", "cannot be checked: a width has no finished run"
-    shown = ", ".join(f"{x}: {b.lr:g}{' (edge)' if b.at_edge else ''}" for x, b in best.items())
+    shown = ", ".join(
+        f"{x}: {b.lr:g}{' (edge)' if sweep.at_edge(x) else ''}" for x, b in best.items()
+    )
     return _by_seed({sweep.seeds[0]: len({b.lr for b in best.values()}) == 1}, shown)
 
 

@@ -10,7 +10,7 @@ from angular_lab.report_regimes import prediction
 from angular_lab.report_results import key_of
 from angular_lab.report_runs import Run
 from angular_lab.report_sweeps import Member, SweepData, short
-from angular_lab.report_tables import tokens_form
+from angular_lab.report_tables import seeds_form, tokens_form
 
 FAMILY = ("adamw", "angular_muown", "muown", "normuon", "muon")  # a colour each, on every figure
 
@@ -26,10 +26,11 @@ def colors(names: Sequence[tuple[str, str]]) -> dict[str, int]:
     """A colour by label, from (label, optimizer): an optimizer's own where it is free."""
     taken: dict[str, int] = {}
     for label, optimizer in names:
-        own = FAMILY.index(optimizer) if optimizer in FAMILY else len(FAMILY)
-        free = (i for i in range(len(names) + len(FAMILY)) if i not in taken.values())
-        taken[label] = own if own not in taken.values() else next(free)
-    return taken
+        if optimizer in FAMILY and FAMILY.index(optimizer) not in taken.values():
+            taken[label] = FAMILY.index(optimizer)
+    free = (i for i in range(len(names) + len(FAMILY)) if i not in taken.values())
+    rest = {label: next(free) for label, _ in names if label not in taken}
+    return taken | rest
 
 
 def sweep_figures(sweep: SweepData) -> list[Figure]:
@@ -83,11 +84,11 @@ def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float | N
     return ys[i] + (ys[i + 1] - ys[i]) * (x - xs[i]) / (xs[i + 1] - xs[i])
 
 
-def _branch(trunk: Run, run: Run) -> tuple[list[float], list[float]]:
+def _branch(trunk: Run, run: Run, key: str) -> tuple[list[float], list[float]]:
     """A cool-down, from where it leaves the trunk."""
-    xs, ys = run.series("val_loss")
+    xs, ys = run.series(key)
     start = float(run.spec.parent_step * run.spec.tokens_per_step)
-    level = interpolate(*trunk.series("val_loss"), start)
+    level = interpolate(*trunk.series(key), start)
     return (xs, ys) if level is None else ([start, *xs], [level, *ys])
 
 
@@ -95,20 +96,24 @@ def loss_curves(
     sweep: SweepData, members: dict[str, Member], paint: dict[str, int]
 ) -> Figure | None:
     traces: list[Trace] = []
+    runs = [member.trunk or run for member in members.values() for run in member.ends.values()]
+    # Short runs are evaluated once, at the end: a point is no curve.
+    evaluated = any(len(run.series("val_loss")[0]) > 1 for run in runs)
+    key, what = ("val_loss", "Validation") if evaluated else ("loss", "Training")
     for label, member in members.items():
-        runs = [member.trunk] if member.trunk else list(member.ends.values())
-        for run in runs:
-            traces.append(Trace(*run.series("val_loss"), paint[label], label))
+        for run in [member.trunk] if member.trunk else member.ends.values():
+            traces.append(Trace(*run.series(key), paint[label], label))
         if member.trunk:
             for run in member.ends.values():
-                traces.append(Trace(*_branch(member.trunk, run), paint[label], kind="branch"))
+                points = _branch(member.trunk, run, key)
+                traces.append(Trace(*points, paint[label], kind="branch"))
     if not any(trace.xs for trace in traces):
         return None
-    panel = Panel(traces, "tokens", "validation loss", y_top=loss_top(traces))
-    what = "Validation loss over training."
+    panel = Panel(traces, "tokens", f"{what.lower()} loss", y_top=loss_top(traces))
+    how = "over training"
     if any(member.trunk for member in members.values()):
-        what = "Validation loss: the trunk at a constant rate and the cool-downs that leave it."
-    caption = f"{what} {_chosen(sweep, members)}"
+        how = "of the trunks at a constant rate, and of the cool-downs that leave them"
+    caption = f"{what} loss {how}. {_chosen(sweep, members)}"
     return Figure(key_of(sweep, "loss-curves"), panel, caption)
 
 
@@ -124,14 +129,16 @@ def horizon_figure(sweep: SweepData, paint: dict[str, int]) -> Figure | None:
     if len(sweep.horizons) < 2:
         return None
     traces: list[Trace] = []
+    seeds: dict[str, str] = {}
     for label in sweep.lines:
         means: list[tuple[float, float]] = []
         for horizon in sweep.horizons:
-            tokens, losses = sweep.tokens(horizon), sweep.judged(label, horizon)
+            tokens, losses = sweep.tokens(horizon), sweep.shown(label, horizon)
             if tokens is not None and losses:
                 means.append((tokens, fmean(losses.values())))
                 points = [tokens] * len(losses), list(losses.values())
                 traces.append(Trace(*points, paint[label], kind="points"))
+                seeds[label] = seeds_form(list(losses))
         if means:
             xs, ys = zip(*means, strict=True)
             traces.append(Trace(xs, ys, paint[label], label))
@@ -139,10 +146,12 @@ def horizon_figure(sweep: SweepData, paint: dict[str, int]) -> Figure | None:
         return None
     ticks = [tokens for h in sweep.horizons if (tokens := sweep.tokens(h)) is not None]
     panel = Panel(traces, "tokens (log)", "cooled-down loss", log_x=True, x_ticks=ticks)
-    listed = ", ".join(map(str, sweep.judges))
-    many = f"seeds {listed}" if len(sweep.judges) > 1 else f"one seed ({listed})"
-    caption = f"Loss after the cool-down against the horizon: rings are runs ({many}), the line "
-    return Figure(key_of(sweep, "horizons"), panel, f"{caption}is their mean.")
+    alike = len(set(seeds.values())) == 1
+    listed = (
+        next(iter(seeds.values())) if alike else "; ".join(f"{x}: {s}" for x, s in seeds.items())
+    )
+    caption = "Loss after the cool-down against the horizon: rings are runs, the line is their mean"
+    return Figure(key_of(sweep, "horizons"), panel, f"{caption}. {listed[0].upper()}{listed[1:]}.")
 
 
 def value_figure(sweep: SweepData, paint: dict[str, int]) -> Figure | None:
@@ -154,7 +163,7 @@ def value_figure(sweep: SweepData, paint: dict[str, int]) -> Figure | None:
         broken = [m.value for m in ours if m.diverged]
         if ends:
             best = sweep.best.get(label)
-            edge = " (best at the edge)" if best and best.at_edge else ""
+            edge = " (edge)" if sweep.at_edge(label) else ""
             xs, ys = zip(*ends, strict=True)
             traces.append(Trace(xs, ys, paint[label], f"{label}{edge}", "dots"))
             if best:
@@ -162,14 +171,15 @@ def value_figure(sweep: SweepData, paint: dict[str, int]) -> Figure | None:
         if broken:
             traces.append(Trace(broken, [], paint[label], f"{label} diverged", "diverged"))
     values = sorted({m.value for m in sweep.members})
-    if len(values) < 2 or not traces:
+    if not sweep.chose or not traces:
         return None
     axis = short(sweep.members[0].axis)
     ticks = thinned(values)
     panel = Panel(traces, f"{axis} (log)", "final loss", log_x=True, x_ticks=ticks)
     caption = (
         f"Final loss at {tokens_form(sweep.tokens(last))} tokens against {axis}, one seed ({first})"
-        "; a star marks the best of a line. Where it lies at the edge, the grid is too small."
+        "; a star marks the best of a line. Edge: it lies at the end of its grid, so the optimum "
+        "may lie outside."
     )
     return Figure(key_of(sweep, "loss-by-value"), panel, caption)
 

@@ -25,22 +25,24 @@ class Section:
     texts: Sequence[tuple[str, str]] = field(default_factory=tuple)  # (heading, text) as it is
 
 
-def write_page(out: Path, title: str, sections: Sequence[Section]) -> Path:
-    """out/index.html, out/figures and out/tables."""
+def write_page(
+    out: Path, title: str, sections: Sequence[Section], words: Sequence[str] = ()
+) -> Path:
+    """out/index.html, out/figures and out/tables. A single section needs no heading of its own."""
     for name in ("figures", "tables"):
         (out / name).mkdir(parents=True, exist_ok=True)
     links = "".join(f'<li><a href="#{s.key}">{html.escape(s.title)}</a></li>' for s in sections)
     contents = f"<nav aria-label=Contents><strong>Contents</strong><ul>{links}</ul></nav>"
-    first, *others = sections
+    several = len(sections) > 1
     page = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         '<link rel="icon" href="#">',  # or a browser asks a server for one
         f"<title>{html.escape(title)}</title><style>{STYLE}</style></head><body>",
         f"<h1>{html.escape(title)}</h1>",
-        _section(out, first, heading=False),
-        contents if others else "",
-        *(_section(out, section) for section in others),
+        *(f"<p>{html.escape(text)}</p>" for text in words),
+        contents if several else "",
+        *(_section(out, section, heading=several) for section in sections),
         f"<script>{SCRIPT}</script></body></html>\n",
     ]
     target = out / "index.html"
@@ -48,7 +50,7 @@ def write_page(out: Path, title: str, sections: Sequence[Section]) -> Path:
     return target
 
 
-def _section(out: Path, section: Section, heading: bool = True) -> str:
+def _section(out: Path, section: Section, heading: bool) -> str:
     parts = [f'<section id="{section.key}">']
     if heading:
         parts.append(f"<h2>{html.escape(section.title)}</h2>")
@@ -56,7 +58,7 @@ def _section(out: Path, section: Section, heading: bool = True) -> str:
     if section.warnings:
         items = "".join(f"<li>{html.escape(text)}</li>" for text in section.warnings)
         count = len(section.warnings)
-        opened = " open" if count <= 6 else ""
+        opened = " open" if count <= 12 else ""
         summary = f"{count} thing{'s' * (count != 1)} to know about these runs"
         parts.append(
             f'<details class="warnings"{opened}><summary>{summary}</summary><ul>{items}</ul>'

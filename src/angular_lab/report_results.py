@@ -27,7 +27,7 @@ PAPER_ROWS: dict[str, dict[str, paper.Sweep]] = {
 
 def key_of(sweep: SweepData, name: str) -> str:
     """A file name and an id on the page; the folder keeps two sweeps of one kind apart."""
-    folder = "".join(c if c.isalnum() else "-" for c in sweep.folder.name)
+    folder = "".join(c if c.isalnum() else "-" for c in sweep.key or sweep.folder.name)
     return f"{folder}-{name}"
 
 
@@ -36,11 +36,7 @@ def paper_note(sweep: SweepData) -> str:
 
 
 def mean_loss(sweep: SweepData, label: str, horizon: int) -> tuple[float, list[int]] | None:
-    """Over the judging seeds; before there are any, the seed that chose the value."""
-    losses = sweep.judged(label, horizon)
-    if not losses:
-        ends = {seed: m.final(horizon) for seed, m in sweep.at_best(label).items()}
-        losses = {seed: end[1] for seed, end in ends.items() if end is not None}
+    losses = sweep.shown(label, horizon)
     return (fmean(losses.values()), sorted(losses)) if losses else None
 
 
@@ -60,13 +56,14 @@ def finals_table(sweep: SweepData) -> Table:
         row: Row = {"line": label, f"best {axis}": best.lr if best else None}
         for horizon in sweep.horizons:
             found = means[label, horizon]
-            name = f"ours, {tokens_form(sweep.tokens(horizon))} tokens"
-            kind = "best" if found and found[0] == lowest[horizon] else ""
+            name = f"ours at {tokens_form(sweep.tokens(horizon))}"
+            is_best = found is not None and found[0] == lowest[horizon]
+            kind = "best" if is_best and sweep.experiment != "width" else ""  # sizes differ there
             row[name] = loss(found[0], kind, f" (n={len(found[1])})") if found else None
         seeds = {s for h in sweep.horizons if (m := means[label, h]) for s in m[1]}
         row["seeds"] = seeds_form(sorted(seeds))
         rows.append(row | _paper_teaser(sweep, label))
-    note = "Mean validation loss after the cool-down, n: number of seeds. "
+    note = "Mean validation loss after the cool-down, at so many tokens; n: number of seeds. "
     if sweep.chose and len(sweep.seeds) > 1:
         note += f"Seed {sweep.seeds[0]} chose the value and does not count once others are there. "
     note += f"{paper_note(sweep)}." if sweep.experiment == "teaser" else ""
@@ -79,7 +76,7 @@ def _paper_teaser(sweep: SweepData, label: str) -> Row:
     row = paper.TEASER[label]
     cells: Row = {"paper, best lr": Mark(row.best_rate, "paper")}
     for tokens, value in row.curve:
-        cells[f"paper, {tokens_form(tokens)} tokens"] = Mark(value, "paper", f"{value:.3f}")
+        cells[f"paper at {tokens_form(tokens)}"] = Mark(value, "paper", f"{value:.3f}")
     return cells
 
 
@@ -92,12 +89,11 @@ def by_value_table(sweep: SweepData) -> Table:
     for label in sweep.lines:
         found = {m.value: m for m in sweep.of_line(label) if m.seed == first}
         row: Row = {"line": label, "source": "ours"}
-        row |= {f"{v:g}": _value_cell(sweep, found.get(v), last) for v in sorted(values)}
+        row |= {f"{v:.4g}": _value_cell(sweep, found.get(v), last) for v in sorted(values)}
         rows.append(row)
         if label in theirs:
             losses = theirs[label].losses
-            best = min(losses.values())
-            cells = {f"{v:g}": _paper_cell(losses.get(v), best) for v in sorted(values)}
+            cells = {f"{v:.4g}": _paper_cell(v, losses) for v in sorted(values)}
             rows.append({"line": label, "source": Mark("the paper's", "paper"), **cells})
     axis = short(sweep.members[0].axis) if sweep.members else "value"
     note = f"One seed ({first}), at {tokens_form(sweep.tokens(last))} tokens; the best of a line "
@@ -115,14 +111,17 @@ def _value_cell(sweep: SweepData, member: Member | None, horizon: int) -> Mark |
     if end is None:
         return Mark("unfinished")
     is_best = best is not None and best.lr == member.value
-    edge = is_best and best is not None and best.at_edge
-    return loss(end[1], "best" if is_best else "", " †" if edge else "")
+    edge = " †" if is_best and sweep.at_edge(member.label) else ""
+    return loss(end[1], "best" if is_best else "", edge)
 
 
-def _paper_cell(value: float | None, best: float) -> Mark | None:
-    if value is None:
+def _paper_cell(rate: float, losses: dict[float, float]) -> Mark | None:
+    """With as many digits as the paper's table has."""
+    if rate not in losses:
         return None
-    return Mark(value, "paper best" if value == best else "paper", f"{value:g}")
+    digits = max(len(f"{loss:g}".partition(".")[2]) for loss in losses.values())
+    best = " best" if losses[rate] == min(losses.values()) else ""
+    return Mark(losses[rate], f"paper{best}", f"{losses[rate]:.{digits}f}")
 
 
 def speedrun_table(sweep: SweepData) -> Table:

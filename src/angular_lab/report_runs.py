@@ -48,12 +48,8 @@ class Run:
         return "diverged" if self.diverged else "done" if self.done else "unfinished"
 
     def series(self, key: str) -> tuple[list[float], list[float]]:
-        """Tokens and values, where the value was logged and is a finite number."""
-        found = [
-            (line["tokens"], line[key])
-            for line in self.metrics
-            if isinstance(line.get(key), int | float) and isfinite(line[key])
-        ]
+        """Tokens and values, where the value was logged."""
+        found = [(line["tokens"], line[key]) for line in self.metrics if key in line]
         return [tokens for tokens, _ in found], [value for _, value in found]
 
     @property
@@ -88,7 +84,8 @@ def read_run(folder: Path, warnings: list[str]) -> Run | None:
     if not metrics and not (folder / DIVERGED).exists():
         warnings.append(f"{folder} has no metrics: it has not logged a step yet")
     timing = read_lines(run.timing_path, warnings)
-    speeds = tuple(line["tokens_per_second"] for line in timing if "tokens_per_second" in line)
+    logged = (line.get("tokens_per_second", 0) for line in timing)
+    speeds = tuple(speed for speed in logged if speed > 0)
     result = Run(
         folder=folder,
         spec=spec,
@@ -128,12 +125,20 @@ def read_lines(path: Path, warnings: list[str], needed: Sequence[str] = ()) -> L
         except json.JSONDecodeError as error:
             warnings.append(f"{path}, line {number} is no JSON ({text[:40]!r}, {error}): left out")
             continue
-        if isinstance(line, dict) and all(isinstance(line.get(k), int | float) for k in needed):
-            found.append(line)
+        values = _numbers(line)
+        if values and all(key in values for key in needed):
+            found.append(values)
         else:
             lacking = " and ".join(needed) or "values"
             warnings.append(f"{path}, line {number} lacks {lacking} ({text[:40]!r}): left out")
     return tuple(found)
+
+
+def _numbers(line: Any) -> dict[str, Any]:
+    """Finite numbers only: nothing else can be drawn or averaged."""
+    if not isinstance(line, dict):
+        return {}
+    return {k: v for k, v in line.items() if isinstance(v, int | float) and isfinite(v)}
 
 
 def find_folders(source: Path) -> tuple[list[Path], list[Path]]:

@@ -44,12 +44,12 @@ def _has_paper(sweep: SweepData) -> bool:
 def _row(sweep: SweepData, ours: str, other: str) -> Row:
     found = speed_up_interval(curves(sweep, ours), curves(sweep, other))
     row: Row = {"over": other}
-    row["in tokens"] = _times(found.mean) if found.mean else _cannot(_reasons(found))
+    row["in tokens"] = _times(found.mean, found) if found.mean else _cannot(_reasons(found))
     row["95% interval"] = _interval(found)
     row["seeds"] = seeds_form(sorted(found.by_seed))
     row["by seed"] = ", ".join(f"{s}: {x:.2f}" for s, x in found.by_seed.items()) or None
     row["seeds without one"] = _reasons(found) if found.mean and found.missing else None
-    row["in wall-clock"] = _wall_clock(sweep, ours, other, found.mean)
+    row["in wall-clock"] = _wall_clock(sweep, ours, other, found)
     if _has_paper(sweep) and other in paper.TEASER and ours in paper.TEASER:
         ratio = speed_up(paper.TEASER[ours].curve, paper.TEASER[other].curve)
         claimed = paper.CLAIMED_SPEED_UPS.get(other)
@@ -58,8 +58,10 @@ def _row(sweep: SweepData, ours: str, other: str) -> Row:
     return row
 
 
-def _times(ratio: float) -> Mark:
-    return Mark(ratio, "", f"{ratio:.2f}×")
+def _times(ratio: float, found: SpeedUps) -> Mark:
+    """Without the seeds that never get there a mean is too high: it says how many it is of."""
+    n, missing = len(found.by_seed), len(found.missing)
+    return Mark(ratio, "", f"{ratio:.2f}×" + (f" ({n} of {n + missing} seeds)" if missing else ""))
 
 
 def _cannot(why: str) -> str:
@@ -85,15 +87,15 @@ def line_speed(sweep: SweepData, label: str) -> tuple[float | None, set[str]]:
     return (median(speeds) if speeds else None), {run.device for run in runs}
 
 
-def _wall_clock(sweep: SweepData, ours: str, other: str, ratio: float | None) -> Mark | str:
-    if ratio is None:
+def _wall_clock(sweep: SweepData, ours: str, other: str, found: SpeedUps) -> Mark | str:
+    if found.mean is None:
         return _cannot("there is no speed-up in tokens")
     (our_speed, our_devices), (speed, devices) = line_speed(sweep, ours), line_speed(sweep, other)
-    for label, found in ((ours, our_speed), (other, speed)):
-        if found is None:
+    for label, known in ((ours, our_speed), (other, speed)):
+        if known is None:
             return _cannot(f"{label} has no timing.jsonl")
     if our_devices != devices or len(devices) > 1:
         return _cannot(f"they ran on {', '.join(sorted(our_devices | devices))}")
     assert our_speed is not None
     assert speed is not None
-    return _times(wall_clock_speed_up(ratio, our_speed, speed))
+    return _times(wall_clock_speed_up(found.mean, our_speed, speed), found)

@@ -53,6 +53,8 @@ class SweepData:
     members: list[Member] = field(default_factory=list)
     best: dict[str, BestRate] = field(default_factory=dict)  # by line, where one can be told
     warnings: list[str] = field(default_factory=list)
+    key: str = ""  # of its files and ids, set where two folders have one name
+    excluded: set[str] = field(default_factory=set)  # run folders, by name
 
     @property
     def name(self) -> str:
@@ -61,13 +63,19 @@ class SweepData:
     @property
     def chose(self) -> bool:
         """Whether a value had to be chosen: then the seed that chose it cannot judge it."""
-        counts = Counter(m.label for m in self.members if m.seed == self.seeds[0])
-        return any(count > 1 for count in counts.values())
+        return any(self.has_grid(label) for label in self.lines)
 
     @property
     def judges(self) -> list[int]:
         """Seeds that count in means and verdicts."""
         return self.seeds[1:] if self.chose and len(self.seeds) > 1 else self.seeds
+
+    def has_grid(self, label: str) -> bool:
+        return len({member.value for member in self.of_line(label)}) > 1
+
+    def at_edge(self, label: str) -> bool:
+        """The best value lies at the edge of its grid: the optimum may lie outside."""
+        return label in self.best and self.best[label].at_edge and self.has_grid(label)
 
     def of_line(self, label: str) -> list[Member]:
         return [member for member in self.members if member.label == label]
@@ -83,6 +91,11 @@ class SweepData:
         """Cooled-down losses by seed, from the judging seeds."""
         finals = {seed: m.final(horizon) for seed, m in self.at_best(label).items()}
         return {s: end[1] for s, end in finals.items() if end is not None and s in self.judges}
+
+    def shown(self, label: str, horizon: int) -> dict[int, float]:
+        """The judged losses; before there are any, those of the seed that chose the value."""
+        finals = {seed: m.final(horizon) for seed, m in self.at_best(label).items()}
+        return self.judged(label, horizon) or {s: e[1] for s, e in finals.items() if e is not None}
 
     def tokens(self, horizon: int) -> float | None:
         """Tokens at a horizon, as the runs say."""
@@ -117,6 +130,8 @@ def read_sweep(folder: Path, warnings: list[str]) -> SweepData | None:
             horizons=sorted(int(h) for h in content["horizons"]),
             seeds=[int(seed) for seed in content["seeds"]],
         )
+        if not (sweep.lines and sweep.horizons and sweep.seeds):
+            raise ValueError("it has no lines, no horizons or no seeds")
         sweep.members = [_member(folder, entry, sweep.warnings) for entry in content["entries"]]
         chosen = {label: best["value"] for label, best in content["chosen"].items()}
     except (json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
@@ -158,6 +173,7 @@ def _exclude_others(sweep: SweepData) -> None:
         if wrong is None:
             kept.append(member)
             continue
+        sweep.excluded |= {run.name for run in member.runs}
         sweep.warnings.append(
             f"{member.name} is left out of the comparison: data {wrong.data[:12] or 'unknown'} and "
             f"vocabulary {wrong.spec.model.vocabulary:,}, where most runs have "
@@ -211,7 +227,7 @@ def _note_gaps(sweep: SweepData) -> None:
         for seed in sweep.seeds:
             if seed not in sweep.at_best(label):
                 sweep.warnings.append(f"{label} at {best.lr:g}: seed {seed} is missing")
-        if best.extend and len({m.value for m in sweep.of_line(label)}) > 1:
+        if sweep.at_edge(label):
             sweep.warnings.append(
                 f"{label}: the best value {best.lr:g} lies at the edge of its grid; the optimum "
                 f"may lie {best.extend[0]} it"

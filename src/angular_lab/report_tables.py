@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from angular_lab.plots import short_number
+
 Row = dict[str, Any]
 
 
@@ -54,18 +56,25 @@ class Table:
         return f"**{self.title}**\n{note}\n" + "\n".join([line(self.columns), rule, *rows]) + "\n"
 
     def html(self) -> str:
+        words = [self._is_words(i) for i in range(len(self.columns))]
         head = "".join(
-            f'<th scope="col" aria-sort="none"><button type="button">{html.escape(name)}</button>'
-            "</th>"
-            for name in self.columns
+            f'<th scope="col" aria-sort="none"{" class=text" * words[i]}><button type="button">'
+            f"{html.escape(name)}</button></th>"
+            for i, name in enumerate(self.columns)
         )
-        body = "".join(f"<tr>{''.join(map(_cell, cells))}</tr>" for cells in self.cells())
+        body = "".join(f"<tr>{''.join(map(_cell, cells, words))}</tr>" for cells in self.cells())
         note = f"<p class=note>{html.escape(self.note)}</p>" if self.note else ""
         return (
             f'<div class=tablebox id="{self.key}"><h4>{html.escape(self.title)}</h4>{note}'
             f'<div class=wide tabindex=0 role=region aria-label="{html.escape(self.title)}">'
             f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></div>"
         )
+
+    def _is_words(self, column: int) -> bool:
+        """Words begin at the left, numbers end at the right: the header as the cells below."""
+        shown = [_plain(cells[column]) for cells in self.cells()]
+        words = sum(isinstance(value, str) for value in shown)
+        return 2 * words > sum(value is not None for value in shown)
 
 
 def form(value: Any) -> str:
@@ -85,13 +94,7 @@ def loss(value: float | None, kind: str = "", suffix: str = "") -> Mark | None:
 
 
 def tokens_form(tokens: float | None) -> str:
-    """22.5M, 10B."""
-    if tokens is None:
-        return "?"
-    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if tokens >= size:
-            return f"{tokens / size:.3g}{letter}"
-    return f"{tokens:g}"
+    return "?" if tokens is None else short_number(tokens)
 
 
 def seeds_form(seeds: Sequence[int]) -> str:
@@ -118,7 +121,7 @@ def _plain(value: Any) -> Any:
 
 def _bold(value: Any) -> str:
     shown = str(value) if isinstance(value, Mark) else form(value)
-    return f"**{shown}**" if isinstance(value, Mark) and value.kind == "best" else shown
+    return f"**{shown}**" if isinstance(value, Mark) and "best" in value.kind else shown
 
 
 def _number(text: Any) -> float | None:
@@ -128,14 +131,14 @@ def _number(text: Any) -> float | None:
         return None
 
 
-def _cell(value: Any) -> str:
+def _cell(value: Any, words: bool) -> str:
     plain = _plain(value)
     number = None if isinstance(plain, bool) else _number(plain)
     shown = str(value) if isinstance(value, Mark) else form(value)
     kinds = [value.kind] if isinstance(value, Mark) and value.kind else []
     if number is None and len(shown) > 28:
         kinds.append("long")
-    elif number is None and plain is not None:
+    elif words:
         kinds.append("text")
     classes = f' class="{" ".join(kinds)}"' if kinds else ""
     key = f' data-v="{number!r}"' if number is not None else ""
