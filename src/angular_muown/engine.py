@@ -15,7 +15,7 @@ from angular_muown import adamw, capture, checks
 from angular_muown.kernels.dispatch import runs_on
 from angular_muown.loading import load_keeping_dtypes
 from angular_muown.placement import zeros_like
-from angular_muown.recipe import Recipe
+from angular_muown.recipe import Observer, Recipe
 from angular_muown.stages.charts import row_signs
 from angular_muown.stages.momentum import heavy_ball
 from angular_muown.views import Layout, Leaf, Stack, stacks
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from angular_muown.kernels.groups import FusedGroups
 
 State = dict[str, Any]
-# parameters with their number of matrices, then U and Q of all of them, (count, m, n)
-Observer = Callable[[Sequence[tuple[Tensor, int]], Tensor, Tensor], None]
 HOME = "angular_muown.optimizers"  # where the family's members are defined
 
 ENGINE_DEFAULTS: dict[str, Any] = {

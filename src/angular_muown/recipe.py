@@ -4,7 +4,7 @@ Recipes are made from a param group's plain values at every step (`recipe(group)
 a function in a group would break `torch.load(weights_only=True)`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,6 +13,9 @@ from torch import Tensor
 from angular_muown.stages.charts import Rows, Split
 from angular_muown.stages.normalize import AsIs
 from angular_muown.stages.radius import Fixed
+
+# parameters with their number of matrices, then U and Q of all of them, (count, m, n)
+Observer = Callable[[Sequence[tuple[Tensor, int]], Tensor, Tensor], None]
 
 
 class Stage(Protocol):

@@ -4,7 +4,7 @@ All addresses and numbers are read from small tensors on the device, so the laun
 the same from step to step whatever moves: gradients, learning rate, kappa, momentum.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,10 +17,11 @@ from angular_muown.kernels.dispatch import ITERATIONS
 from angular_muown.kernels.lanes import LANES, graph_pool, launch, side_stream
 from angular_muown.kernels.schedule import SCALE, allocate, chain_for
 from angular_muown.kernels.tables import Place, dtypes_of, table
+from angular_muown.recipe import Observer
 from angular_muown.stages.charts import normalize_rows
 from angular_muown.views import Layout
 
-Observers = Sequence[Callable[[Sequence[tuple[Tensor, int]], Tensor, Tensor], None]]
+Observers = Sequence[Observer]
 SPARES = 4  # graphs that can be recorded between two steps
 
 
