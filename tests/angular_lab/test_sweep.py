@@ -134,8 +134,9 @@ def test_folders_are_named_by_what_is_in_them(data: Path, tmp_path: Path) -> Non
         make_entry(plan, line, 0.03, 0, tmp_path),
         make_entry(plan, longer, 0.02, 0, tmp_path),
         make_entry(replace(plan, horizons=(4, 12)), line, 0.02, 0, tmp_path),
+        make_entry(replace(plan, horizons=(2, 8)), line, 0.02, 0, tmp_path),
     ]
-    assert len({entry.folder, *(other.folder for other in others)}) == 5
+    assert len({entry.folder, *(other.folder for other in others)}) == 6
     assert make_entry(plan, line, 0.02, 0, tmp_path) == entry
 
 

@@ -87,6 +87,23 @@ def test_what_a_graph_reads_outlives_the_step_that_made_it() -> None:
     assert fused in opt.fused.kept
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_buffer_that_grew_stays_only_for_graphs(recorded: bool) -> None:
+    p, opt = start()
+    assert opt.fused is not None
+    if recorded:
+        with recording(opt):
+            opt.step()
+    fused, (before,) = opt.fused, opt.fused.work.values()
+    larger = parameter(256, 272, dtype=torch.float32)
+    larger.grad = noise(256, 272, seed=2).float()
+    opt.add_param_group({"params": [larger]})
+    opt.fused = fused  # what the new group would have released
+    opt.step()
+    assert fused.work[p.device] is not before
+    assert any(kept is before for kept in fused.kept) == recorded
+
+
 def test_recording_something_new_is_refused_before_anything_moves() -> None:
     p, opt = start()
     weight, counter = p.detach().clone(), float(opt.state[p]["step"])

@@ -58,8 +58,8 @@ def mlp_width(spec: ModelSpec) -> int:
 def row_products(fused: nn.Linear, x: Tensor, rows: list[int]) -> list[Tensor]:
     """fused(x), split into the products with its row blocks, one by one.
 
-    Split after one product, the parts' gradients would be copied together on the way back: 5 ms of
-    a pass of 65 by torch's profiler (124M, 32 x 1024 tokens, H200).
+    Split after one product, the parts' gradients would be copied together on the way back, which
+    shows in a profile of the 124M model (docs/log.md has what it brought).
     """
     weights = fused.weight.split(rows)
     biases = [None] * len(rows) if fused.bias is None else fused.bias.split(rows)

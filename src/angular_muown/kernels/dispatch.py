@@ -80,15 +80,15 @@ def covers(p: Tensor, state: dict[str, Any], layout: Layout) -> bool:
         runs_on(p.device)
         and "master" not in state
         and grad is not None
-        and all(_is_plain(t, p.device) for t in (p, grad, state["momentum_buffer"]))
+        and all(is_plain(t, p.device) for t in (p, grad, state["momentum_buffer"]))
         and all(
-            _is_plain(state[name], p.device, torch.float32) for name in ROW_STATE if name in state
+            is_plain(state[name], p.device, torch.float32) for name in ROW_STATE if name in state
         )
         and fits(p.shape, layout)
     )
 
 
-def _is_plain(t: Tensor, device: torch.device, *dtypes: torch.dtype) -> bool:
+def is_plain(t: Tensor, device: torch.device, *dtypes: torch.dtype) -> bool:
     return (
         type(t) in (Tensor, torch.nn.Parameter)
         and t.device == device

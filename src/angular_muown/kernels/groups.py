@@ -9,7 +9,7 @@ from torch import Tensor
 
 from angular_muown.capture import is_recording
 from angular_muown.kernels.chunks import Choices
-from angular_muown.kernels.dispatch import covers, knows
+from angular_muown.kernels.dispatch import covers, is_plain, knows
 from angular_muown.kernels.numbers import write_numbers
 from angular_muown.kernels.step import SPARES, FusedStep, Observers
 from angular_muown.kernels.tables import Place, dtypes_of
@@ -24,7 +24,7 @@ class FusedGroups:
         self.budget = budget  # bytes
         self.steps: dict[int, tuple[Any, FusedStep | None, list[Tensor]]] = {}
         self.work: dict[torch.device, Tensor] = {}
-        self.kept: list[FusedStep] = []
+        self.kept: list[FusedStep | Tensor] = []  # what graphs of the user read
 
     def advance(
         self,
@@ -57,13 +57,14 @@ class FusedGroups:
         """One buffer for all steps on a device; it grows with the first step of each of them."""
         if step.chunks:
             return
-        work = self.work.get(step.device)
-        users = [step]
+        work, users = self.work.get(step.device), [step]
         if work is None or work.numel() < step.workspace:
-            work = torch.empty(step.workspace, dtype=torch.float16, device=step.device)
-            self.work[step.device] = work
             others = [other for _, other, _ in self.steps.values() if other is not None]
             users += [o for o in others if o.device == step.device and o is not step and o.chunks]
+            if work is not None and any(user.recorded for user in users):
+                self.kept.append(work)
+            work = torch.empty(step.workspace, dtype=torch.float16, device=step.device)
+            self.work[step.device] = work
         for user in users:
             user.use(work)
 
@@ -79,7 +80,7 @@ class FusedGroups:
         key = (choices, layout, [id(p) for p in params])
         known, step, rest = self.steps.get(index, (None, None, []))
         places = step.look() if step is not None and key == known else []
-        if key == known and (step is None or self._still_fits(step, places, layout)):
+        if key == known and (step is None or self._still_fits(step, places)):
             return step, places, rest
         if is_recording():
             raise RuntimeError(
@@ -87,7 +88,7 @@ class FusedGroups:
                 "there was none): take a step before recording one"
             )
         if step is not None and step.recorded:
-            self.kept.append(step)  # graphs of the user read its tables
+            self.kept.append(step)
         pairs = [(p, s) for p, s in zip(params, states, strict=True) if covers(p, s, layout)]
         own = [(p, s) for p, s in pairs if p.device == pairs[0][0].device]
         step = None
@@ -102,7 +103,7 @@ class FusedGroups:
         return step, places, rest
 
     @staticmethod
-    def _still_fits(step: FusedStep, places: list[Place], layout: Layout) -> bool:
+    def _still_fits(step: FusedStep, places: list[Place]) -> bool:
         """Gradients may come at new places; weights and state that moved are looked at anew."""
         if not step.owns_state():
             return False
@@ -111,4 +112,7 @@ class FusedGroups:
         if any(a[0] != b[0] or a[2] != b[2] for a, b in zip(places, step.seen, strict=True)):
             return False
         known = zip(step.params, step.states, step.dtypes, strict=True)
-        return all(covers(p, s, layout) and dtypes_of(p, s) == kind for p, s, kind in known)
+        return all(
+            p.grad is not None and is_plain(p.grad, p.device) and dtypes_of(p, s) == kind
+            for p, s, kind in known
+        )
