@@ -5,8 +5,9 @@
 Hidden matrices of three models, float32, random gradients. Medians over `--steps` steps after
 `--warmup`; on a GPU by events between steps that follow each other, as they follow a backward pass,
 with the time the host needs to issue a step beside it. `extra` is the peak above parameters,
-gradients and state. The floor is what five Polar Express iterations with symmetric products and 28
-bytes per element cost at the rates of a large product and a large copy, measured in the same run.
+gradients and state, workspaces of recorded products included. The floor is what five Polar Express
+iterations with symmetric products and 28 bytes per element cost at the rates of a large product and
+a large copy, measured in the same run.
 Without a GPU the default is gpt124 at a quarter of its size.
 """
 
@@ -90,7 +91,6 @@ def held_bytes(params: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> 
 def peak_above(held: int, step: Callable[[], Any], cuda: bool) -> int:
     """Bytes beyond `held` while a step runs; on the CPU, what the process grows by (Linux)."""
     if cuda:
-        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         step()
         return torch.cuda.max_memory_allocated() - held
@@ -98,6 +98,24 @@ def peak_above(held: int, step: Callable[[], Any], cuda: bool) -> int:
     before = _status("VmRSS")
     step()
     return max(0, _status("VmHWM") - before)
+
+
+def graph_bytes() -> int:
+    """What the memory pools of recorded graphs keep, cuBLAS's workspaces, beside what the
+    allocator counts."""
+    segments = torch.cuda.memory_snapshot()
+    return sum(
+        segment["total_size"] - segment["allocated_size"]
+        for segment in segments
+        if segment["segment_pool_id"] != (0, 0)
+    )
+
+
+def allocated() -> int:
+    """As in training, where the current stream's products have taken cuBLAS's workspace."""
+    torch.ones(16, 16, device="cuda").mm(torch.ones(16, 16, device="cuda"))
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
 
 
 def _status(key: str) -> int:
@@ -145,7 +163,7 @@ def floor_ms(shapes: list[Shape], operations: float, bandwidth: float) -> float:
 
 def measure(name: str, shapes: list[Shape], arguments: argparse.Namespace) -> dict[str, Any]:
     device, cuda = arguments.device, arguments.device.startswith("cuda")
-    before = torch.cuda.memory_allocated() if cuda else 0
+    before = allocated() if cuda else 0
     params = [nn.Parameter(torch.randn(shape, device=device) * 0.02) for shape in shapes]
     for p in params:
         p.grad = torch.randn_like(p)
@@ -160,7 +178,9 @@ def measure(name: str, shapes: list[Shape], arguments: argparse.Namespace) -> di
     for _ in range(arguments.warmup):
         optimizer.step()
     state = state_bytes(optimizer)
-    extra = peak_above(before + held_bytes(params, optimizer), optimizer.step, cuda)
+    pool = graph_bytes() if cuda and isinstance(optimizer, Engine) else 0
+    _ = allocated() if cuda else 0
+    extra = pool + peak_above(before + held_bytes(params, optimizer), optimizer.step, cuda)
     milliseconds, host = time_steps(optimizer.step, arguments.steps, cuda)
     return {
         "optimizer": name,

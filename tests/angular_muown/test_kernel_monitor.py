@@ -20,14 +20,14 @@ def model() -> nn.Module:
 def train(
     fused: bool, watched: bool, workspace: float = 0.25
 ) -> tuple[nn.Module, dict[str, float]]:
-    net = model()
-    groups = [
-        {"params": [net["qkv"].weight], "blocks": 3},
-        {"params": [net["out"].weight, net["down"].weight]},
-    ]
-    opt = AngularMuown(groups, lr=0.05, workspace=workspace)
-    monitor = AngleMonitor(net, opt) if watched else None
     with kernels(fused):
+        net = model()
+        groups = [
+            {"params": [net["qkv"].weight], "blocks": 3},
+            {"params": [net["out"].weight, net["down"].weight]},
+        ]
+        opt = AngularMuown(groups, lr=0.05, workspace=workspace)
+        monitor = AngleMonitor(net, opt) if watched else None
         for t in range(2):
             for i, p in enumerate(net.parameters()):
                 p.grad = noise(*p.shape, seed=10 * t + i).float()

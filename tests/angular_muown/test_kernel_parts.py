@@ -67,13 +67,13 @@ def unit(X: Tensor) -> Tensor:
     return X / (POLAR_EXPRESS_MARGIN * X.norm(dim=(-2, -1), keepdim=True))
 
 
-def by_kernels(X: Tensor, chain: tuple[Product, ...]) -> Tensor:
+def by_kernels(X: Tensor, chain: tuple[Product, ...], cublas: bool = False) -> Tensor:
     """Everything but the input is NaN before: nothing may be read that was not written."""
     count, m, n = X.shape
     places = schedule.allocate(m, n, chain)
     work = torch.full((count, places.size), float("nan"), dtype=torch.float16)
     work[:, : m * n] = (SCALE * (X.mT if m < n else X)).flatten(1).half()
-    products.run(work, m, n, chain, places)
+    products.run(work, m, n, chain, places, cublas)
     at = places.offsets[-1]
     return work[:, at : at + m * n].view(count, m, n).double() / SCALE
 
@@ -136,9 +136,12 @@ def test_the_cheaper_form_is_chosen(triples: Triples, side: int) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("segments", [ORDINARY, GRAM])
-def test_products_are_those_of_float64(shape: tuple[int, int], segments: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("cublas", [False, True])
+def test_products_are_those_of_float64(
+    shape: tuple[int, int], segments: tuple[int, ...], cublas: bool
+) -> None:
     X = unit(noise(2, *shape, seed=3))
-    Q = by_kernels(X, chained(POLAR_EXPRESS, segments))
+    Q = by_kernels(X, chained(POLAR_EXPRESS, segments), cublas)
     for own, x in zip(Q, X, strict=True):
         assert error(own, iterate(x, POLAR_EXPRESS)) < 6e-3
 
@@ -214,7 +217,7 @@ def test_zero_and_nan_stay_in_their_matrix(optimizer: Member) -> None:
 def test_chunks_through_a_small_buffer_are_the_same_to_the_bit() -> None:
     gradients = [noise(*shape, seed=i) for i, shape in enumerate([(128, 128)] * 3 + [(144, 128)])]
     ends: list[list[Tensor]] = []
-    for workspace, chunks in ((1e-9, 4), (1e9, 2)):
+    for workspace, chunks in ((1e-9, 4), (10.0, 3)):
         end, opt = after_a_step(NorMuown, gradients, workspace=workspace)
         assert opt.fused is not None
         step = opt.fused.steps[0][1]

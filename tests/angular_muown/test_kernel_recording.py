@@ -26,7 +26,7 @@ def recording(opt: AngularMuown) -> Iterator[None]:
     assert opt.fused is not None
     _, fused, _ = opt.fused.steps[0]
     if fused is not None:
-        fused.spares.append(torch.empty_like(fused.known.fixed))  # pinned, on a GPU
+        fused.spares = [torch.empty_like(fused.known.fixed, pin_memory=torch.cuda.is_available())]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step, "is_recording", lambda: True)
         patch.setattr(groups, "is_recording", lambda: True)

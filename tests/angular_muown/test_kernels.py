@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from angular_muown import AngularMuown, Muon, Muown, NorMuon, NorMuown, engine
 from angular_muown.engine import Engine
 from angular_muown.kernels import dispatch
+from angular_muown.stages import orthogonalize
 from tests.angular_muown.family import noise, parameter
 
 pytest.importorskip("triton")
@@ -25,11 +26,13 @@ Disturb = Callable[[int, list[nn.Parameter], Engine], None]
 
 @contextmanager
 def kernels(on: bool) -> Iterator[None]:
-    """By kernels or not; where there is a GPU, on it."""
+    """By kernels or not; where there is a GPU, on it. The eager path, to compare with, in float32
+    there too."""
     gpu = torch.cuda.is_available()
     with pytest.MonkeyPatch.context() as patch, torch.device("cuda" if gpu else "cpu"):
         for module in (dispatch, engine):
             patch.setattr(module, "runs_on", lambda device: on)
+        patch.setattr(orthogonalize, "iteration_dtype", lambda X: X.dtype)
         yield
 
 

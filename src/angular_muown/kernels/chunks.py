@@ -21,7 +21,8 @@ from angular_muown.kernels.norms import (
     second_moment_kernel,
     squares_kernel,
 )
-from angular_muown.kernels.schedule import SCALE, Places, Product
+from angular_muown.kernels.room import Room
+from angular_muown.kernels.schedule import SCALE, Places, Product, modelled_microseconds
 from angular_muown.kernels.tables import Kind
 from angular_muown.recipe import Recipe
 from angular_muown.rounding import DROPPED_BITS
@@ -30,6 +31,7 @@ from angular_muown.stages.normalize import RowSecondMoment
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 ROW_ELEMENTS = 2048  # of a row kernel's program
 TURN_TILE = 64
+ROW_BYTES, BANDWIDTH = 32, 4.2e6  # per element, and per microsecond on an H200
 BLOCK = 1024  # rows at a time, where one program looks at all of them
 
 
@@ -73,10 +75,17 @@ class Batch:
         """float16 words that a matrix takes in the work buffer, row statistics included."""
         return self.places.size + 2 * STATS * self.kind[0]
 
-    def chunk(self, budget: int) -> int:
-        """Matrices at a time: as many as fit into the budget, evenly."""
-        fitting = max(1, budget // self.words)
-        return -(-self.count // -(-self.count // fitting))
+    @property
+    def microseconds(self) -> float:
+        """For one matrix, as modelled."""
+        m, n, *_ = self.kind
+        return modelled_microseconds(m, n, self.chain) + ROW_BYTES * m * n / BANDWIDTH
+
+    def chunk(self, room: Room) -> int:
+        """Matrices at a time: as many as fit into a lane, evenly, and as many chunks for each."""
+        fitting = max(1, room.words // self.words)
+        rounds = -(-self.count // (fitting * room.lanes))
+        return -(-self.count // (rounds * room.lanes))
 
 
 @dataclass(frozen=True)
@@ -89,7 +98,9 @@ class Chunk:
     lines: Tensor  # of the table, from this chunk's first matrix on
     numbers: Tensor  # this kind's scalars
     ages: Tensor  # Adam's bias corrections, from this chunk's first matrix on
-    work: Tensor  # this chunk's part of the buffer
+    work: Tensor  # this chunk's lane of the buffer
+    lane: int
+    cublas: bool
 
     @cached_property
     def X(self) -> Tensor:
@@ -121,7 +132,8 @@ class Chunk:
 
     def run(self, observe: Callable[["Chunk"], None] | None = None) -> None:
         self._before()
-        products.run(self.X, *self.batch.kind[:2], self.batch.chain, self.batch.places)
+        batch = self.batch
+        products.run(self.X, *batch.kind[:2], batch.chain, batch.places, self.cublas)
         if observe is not None:
             observe(self)
         self._after()

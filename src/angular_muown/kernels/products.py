@@ -1,4 +1,5 @@
-"""Products of an orthogonalization: the symmetric ones by half their tiles, others by cuBLAS."""
+"""Products of an orthogonalization: the symmetric ones by half their tiles, others by cuBLAS, or
+by a kernel of our own where cuBLAS's workspaces would be most of the memory."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,25 +7,44 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from angular_muown.kernels.apply import apply_kernel
 from angular_muown.kernels.schedule import TILE, Kind, Places, Product
 from angular_muown.kernels.symmetric import symmetric_kernel
 
 WARPS, STAGES, DEPTH = 4, 3, 64  # two programs share a processor: one computes, one stores
 
 
-def run(work: Tensor, m: int, n: int, chain: Sequence[Product], places: Places) -> None:
+def run(
+    work: Tensor, m: int, n: int, chain: Sequence[Product], places: Places, cublas: bool
+) -> None:
     """Carry a chain out on `work`, (count, places.size) float16, which holds the X's at 0, always
     with the long side first: the layout that both kinds of product are fastest in. The last one
     leaves its result as (m, n)."""
     for number, product in enumerate(chain, start=1):
         if product.kind is Kind.APPLY:
             turned = m < n and number == len(chain)
-            _apply(work, m, n, product, places.offsets, number, turned)
+            apply = _apply_by_cublas if cublas else _apply
+            apply(work, m, n, product, places.offsets, number, turned)
         else:
             _symmetric(work, m, n, product, places.offsets, number)
 
 
 def _apply(
+    work: Tensor, m: int, n: int, product: Product, offsets: Sequence[int], out: int, turned: bool
+) -> None:
+    short, long = min(m, n), max(m, n)
+    P, X = (work[:, offsets[number] :] for number in (product.left, product.right))
+    (L, R), (rows, columns) = ((P, X), (short, long)) if turned else ((X, P), (long, short))
+    across = -(-columns // TILE)
+    tiles = -(-rows // TILE) * across
+    launch: Any = apply_kernel[(tiles * work.shape[0],)]
+    launch(
+        L, R, work[:, offsets[out] :], rows, columns, short, work.stride(0), tiles, across,
+        short % DEPTH == 0, TILE, DEPTH, num_warps=WARPS, num_stages=STAGES,
+    )  # fmt: skip
+
+
+def _apply_by_cublas(
     work: Tensor, m: int, n: int, product: Product, offsets: Sequence[int], out: int, turned: bool
 ) -> None:
     short, long = min(m, n), max(m, n)

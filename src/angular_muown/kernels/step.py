@@ -4,7 +4,7 @@ All addresses and numbers are read from small tensors on the device, so the laun
 the same from step to step whatever moves: gradients, learning rate, kappa, momentum.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,8 @@ from angular_muown.capture import is_recording
 from angular_muown.kernels.chunks import Batch, Choices, Chunk
 from angular_muown.kernels.columns import NUMBERS, ROW_STATE
 from angular_muown.kernels.dispatch import ITERATIONS
-from angular_muown.kernels.lanes import LANES, graph_pool, launch, side_stream
+from angular_muown.kernels.lanes import launch, record
+from angular_muown.kernels.room import divide
 from angular_muown.kernels.schedule import SCALE, allocate, chain_for
 from angular_muown.kernels.tables import Place, dtypes_of, table
 from angular_muown.recipe import Observer
@@ -43,11 +44,7 @@ class FusedStep:
         self.dtypes = [dtypes_of(p, state) for p, state in zip(params, states, strict=True)]
         self.known = table(params, states, layout)
         self.batches, self.margin = self._batches()
-        # Two lanes, unless that is more than the budget: a matrix must be whole.
-        self.lanes = LANES
-        if any(2 * LANES * batch.words > budget for batch in self.batches):
-            self.lanes = 1
-        self.budget = budget // (2 * self.lanes)  # float16 words of a lane
+        self.room = divide(budget, [batch.words for batch in self.batches])
         self.lines = torch.empty_like(self.known.fixed, device=self.device)
         size = NUMBERS * len(self.batches) + 2 * len(self.known.owner)
         self.values = torch.empty(size, dtype=torch.float32, device=self.device)
@@ -82,33 +79,45 @@ class FusedStep:
     @property
     def lane(self) -> int:
         """float16 words of a lane's part of the work buffer."""
-        return max(batch.chunk(self.budget) * batch.words for batch in self.batches)
+        return max(batch.chunk(self.room) * batch.words for batch in self.batches)
 
     @property
     def workspace(self) -> int:
-        return self.lanes * self.lane
+        return self.room.lanes * self.lane
 
     def use(self, work: Tensor) -> None:
-        """Lay the chunks out in a buffer of `workspace` words."""
+        """Lay the chunks out in a buffer of `workspace` words: the longest first, each in the lane
+        that has least to do."""
         self.chunks, self.graph = [], None
         ages = self.values[NUMBERS * len(self.batches) :]
-        for index, batch in enumerate(self.batches):
-            size = batch.chunk(self.budget)
-            for first in range(0, batch.count, size):
-                at, lane = batch.start + first, len(self.chunks) % self.lanes
-                self.chunks.append(
-                    Chunk(
-                        self.choices,
-                        batch,
-                        SCALE / self.margin,
-                        first,
-                        min(size, batch.count - first),
-                        self.lines[at:],
-                        self.values[NUMBERS * index :],
-                        ages[2 * at :],
-                        work[lane * self.lane :],
-                    )
+        loads = [0.0] * self.room.lanes
+        for cost, index, first, count in sorted(self._pieces(), reverse=True):
+            batch, lane = self.batches[index], loads.index(min(loads))
+            loads[lane] += cost
+            at = batch.start + first
+            self.chunks.append(
+                Chunk(
+                    self.choices,
+                    batch,
+                    SCALE / self.margin,
+                    first,
+                    count,
+                    self.lines[at:],
+                    self.values[NUMBERS * index :],
+                    ages[2 * at :],
+                    work[lane * self.lane :],
+                    lane,
+                    self.room.cublas,
                 )
+            )
+
+    def _pieces(self) -> Iterator[tuple[float, int, int, int]]:
+        """Modelled time, batch, and which of its matrices."""
+        for index, batch in enumerate(self.batches):
+            size = batch.chunk(self.room)
+            for first in range(0, batch.count, size):
+                count = min(size, batch.count - first)
+                yield count * batch.microseconds, index, first, count
 
     def look(self) -> list[Place]:
         """Where weights, gradients and momenta lie now."""
@@ -164,13 +173,13 @@ class FusedStep:
             for chunk in self.chunks:
                 chunk.run(lambda chunk: self._show(chunk, observers))
         elif self.device.type != "cuda" or is_recording():
-            launch(self.chunks, self.device, self.lanes)
+            launch(self.chunks, self.device, self.room.lanes)
         elif not self.launched:  # compiles, and allocates what libraries allocate at first use
-            launch(self.chunks, self.device, self.lanes)
+            launch(self.chunks, self.device, self.room.lanes)
             self.launched = True
         else:
             if self.graph is None:
-                self.graph = self._capture()
+                self.graph = record(self.chunks, self.device, self.room.lanes)
             self.graph.replay()
 
     def _show(self, chunk: Chunk, observers: Observers) -> None:
@@ -184,21 +193,6 @@ class FusedStep:
         U = normalize_rows(torch.stack([W for _, W in found]).float())
         for observe in observers:
             observe([(p, 1) for p, _ in found], U, chunk.Q)
-
-    def _capture(self) -> torch.cuda.CUDAGraph:
-        graph, stream = torch.cuda.CUDAGraph(), side_stream(self.device, "capture")
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        # cuBLAS keeps a workspace per stream. The graph's must be its own: others may free theirs.
-        torch._C._cuda_clearCublasWorkspaces()
-        with torch.cuda.stream(stream):
-            # thread_local: other threads (data loaders, NCCL's watchdog) may use the GPU meanwhile
-            graph.capture_begin(graph_pool(self.device), capture_error_mode="thread_local")
-            try:
-                launch(self.chunks, self.device, self.lanes)
-            finally:
-                graph.capture_end()
-        torch._C._cuda_clearCublasWorkspaces()
-        return graph
 
 
 def send(values: Tensor, to: Tensor) -> None:

@@ -1,0 +1,62 @@
+"""How the work buffer is spent: within its bytes, and evenly over the lanes."""
+
+import pytest
+import torch
+
+from angular_muown import AngularMuown
+from angular_muown.kernels.room import CUBLAS_WORKSPACE, LANES, divide
+from tests.angular_muown.family import noise, parameter
+
+pytest.importorskip("triton")
+
+from angular_muown.kernels import chunks
+from tests.angular_muown.test_kernels import kernels
+
+MiB = 2**20
+
+
+@pytest.mark.parametrize("budget", [1000, 8 * MiB, 80 * MiB, 256 * MiB, 900 * MiB, 20_000 * MiB])
+@pytest.mark.parametrize("largest", [1, 20_000, 3 * MiB, 40 * MiB])
+def test_lanes_and_workspaces_fit_the_budget_where_a_matrix_does(budget: int, largest: int) -> None:
+    room = divide(budget, [1, largest])
+    spent = room.lanes * (2 * room.words + room.cublas * CUBLAS_WORKSPACE)
+    assert spent <= budget
+    if 4 * LANES * largest <= budget:
+        assert room.lanes == LANES
+        assert room.words >= largest
+    assert room.cublas == (4 * room.lanes * CUBLAS_WORKSPACE <= budget)
+
+
+def test_small_models_are_not_given_workspaces_larger_than_their_buffer() -> None:
+    assert not divide(81 * MiB, [2 * MiB]).cublas  # a quarter of gpt124
+    assert divide(928 * MiB, [40 * MiB]).cublas  # a quarter of llama1b
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 12])
+def test_lanes_have_equal_shares_and_every_matrix_one_place(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunks, "ROW_ELEMENTS", 16384)
+    with kernels(True):
+        shapes = [(128, 144)] * count + [(256, 128)] * (count // 2)
+        params = [parameter(*s, seed=i, dtype=torch.float32) for i, s in enumerate(shapes)]
+        for i, p in enumerate(params):
+            p.grad = noise(*p.shape, seed=i).float()
+        opt = AngularMuown(params, workspace=2.0)
+        opt.step()
+    assert opt.fused is not None
+    _, step, _ = opt.fused.steps[0]
+    assert step is not None
+    loads = [0.0] * step.room.lanes
+    seen: set[tuple[int, int]] = set()
+    for chunk in step.chunks:
+        loads[chunk.lane] += chunk.count * chunk.batch.microseconds
+        seen |= {(chunk.batch.start, chunk.first + i) for i in range(chunk.count)}
+        room = step.lane * (step.room.lanes - chunk.lane)
+        assert chunk.work.numel() == room
+        assert chunk.count * chunk.batch.words <= step.lane
+    assert len(seen) == len(shapes)
+    largest = max(chunk.count * chunk.batch.microseconds for chunk in step.chunks)
+    assert max(loads) - min(loads) <= largest
+    if count % 2 == 0:
+        assert max(loads) - min(loads) < 0.35 * sum(loads)
