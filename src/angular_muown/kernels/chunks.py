@@ -82,10 +82,9 @@ class Batch:
         return modelled_microseconds(m, n, self.chain) + ROW_BYTES * m * n / BANDWIDTH
 
     def chunk(self, room: Room) -> int:
-        """Matrices at a time: as many as fit into a lane, evenly, and as many chunks for each."""
+        """Matrices at a time: as many as fit into a lane, evenly, with something for each lane."""
         fitting = max(1, room.words // self.words)
-        rounds = -(-self.count // (fitting * room.lanes))
-        return -(-self.count // (rounds * room.lanes))
+        return -(-self.count // max(room.lanes, -(-self.count // fitting)))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from angular_muown.kernels.chunks import Choices
 from angular_muown.kernels.dispatch import covers, is_plain, knows
 from angular_muown.kernels.numbers import write_numbers
 from angular_muown.kernels.step import SPARES, FusedStep, Observers
-from angular_muown.kernels.tables import Place, dtypes_of
+from angular_muown.kernels.tables import Where, dtypes_of
 from angular_muown.recipe import Recipe
 from angular_muown.views import Layout
 
@@ -40,7 +40,7 @@ class FusedGroups:
         if not knows(recipe):
             return list(params)
         step, places, rest = self._prepared(index, params, states, group, recipe)
-        if step is not None:
+        if step is not None and places is not None:
             if is_recording() and not step.spares:
                 raise RuntimeError(
                     f"{SPARES} graphs were recorded since the last step: take one in between"
@@ -75,11 +75,11 @@ class FusedGroups:
         states: Sequence[dict[str, Any]],
         group: dict[str, Any],
         recipe: Recipe,
-    ) -> tuple[FusedStep | None, list[Place], list[Tensor]]:
+    ) -> tuple[FusedStep | None, Where | None, list[Tensor]]:
         layout, choices = Layout.of(group), Choices.of(recipe, group)
         key = (choices, layout, [id(p) for p in params])
         known, step, rest = self.steps.get(index, (None, None, []))
-        places = step.look() if step is not None and key == known else []
+        places = step.look() if step is not None and key == known else None
         if key == known and (step is None or self._still_fits(step, places)):
             return step, places, rest
         if is_recording():
@@ -103,14 +103,12 @@ class FusedGroups:
         return step, places, rest
 
     @staticmethod
-    def _still_fits(step: FusedStep, places: list[Place]) -> bool:
+    def _still_fits(step: FusedStep, places: Where | None) -> bool:
         """Gradients may come at new places; weights and state that moved are looked at anew."""
-        if not step.owns_state():
+        if places is None or step.seen is None or places.own != step.seen.own:
             return False
         if places == step.seen:
             return True
-        if any(a[0] != b[0] or a[2] != b[2] for a, b in zip(places, step.seen, strict=True)):
-            return False
         known = zip(step.params, step.states, step.dtypes, strict=True)
         return all(
             p.grad is not None and is_plain(p.grad, p.device) and dtypes_of(p, s) == kind

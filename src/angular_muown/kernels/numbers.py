@@ -29,11 +29,11 @@ def write_numbers(
     step: FusedStep, group: dict[str, Any], recipe: Recipe, lr: Rate, radius_lr: Rate, t: Tensor
 ) -> None:
     """`t`: Adam's count of each parameter, this step included."""
-    ages = torch.stack([1 - beta ** t.double() for beta in group["betas"]], dim=-1)[step.owner]
     if group["capturable"]:
+        ages = torch.stack([1 - beta ** t.double() for beta in group["betas"]], dim=-1)[step.owner]
         _on_device(step, group, recipe, lr, radius_lr, ages)
     else:
-        send(_on_host(step, group, recipe, float(lr), float(radius_lr), ages), step.values)
+        send(_on_host(step, group, recipe, float(lr), float(radius_lr), t.tolist()), step.values)
 
 
 def _on_host(
@@ -42,16 +42,20 @@ def _on_host(
     recipe: Recipe,
     lr: float,
     radius_lr: float,
-    ages: Tensor,
+    counts: list[float],
 ) -> Tensor:
-    """In double precision until they are written down."""
+    """In double precision until they are written down; plain numbers cost the host less than
+    tensors of a few elements."""
     values: list[float] = []
     for m, n, *_ in step.known.kinds:
         turn = lr * float(recipe.kappa) * recipe.scale(m, n)
         values += _line(group, turn, radius_lr, 1 - lr * group["weight_decay"])
-    every = torch.tensor(values, dtype=torch.float64, device="cpu")
-    out = torch.cat([every, ages.flatten()]).float()
-    out.view(torch.int32)[SEED : len(values) : NUMBERS] = _signed(hash_seed(group["step"]))
+    end = len(values)
+    ages = {t: [1 - beta**t for beta in group["betas"]] for t in set(counts)}
+    for parameter in step.owners:
+        values += ages[counts[parameter]]
+    out = torch.tensor(values, dtype=torch.float32, device="cpu")
+    out.view(torch.int32)[SEED:end:NUMBERS] = _signed(hash_seed(group["step"]))
     return out
 
 

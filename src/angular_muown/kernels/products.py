@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from angular_muown.kernels.apply import apply_kernel
 from angular_muown.kernels.schedule import TILE, Kind, Places, Product
@@ -33,14 +34,22 @@ def _apply(
     work: Tensor, m: int, n: int, product: Product, offsets: Sequence[int], out: int, turned: bool
 ) -> None:
     short, long = min(m, n), max(m, n)
-    P, X = (work[:, offsets[number] :] for number in (product.left, product.right))
-    (L, R), (rows, columns) = ((P, X), (short, long)) if turned else ((X, P), (long, short))
+    count, stride = work.shape[0], work.stride(0)
+
+    def described(number: int, rows: int, columns: int, width: int) -> TensorDescriptor:
+        part = work[:, offsets[number] :]
+        strides = [stride, columns, 1]
+        return TensorDescriptor(part, [count, rows, columns], strides, [1, TILE, width])
+
+    P, X = (product.left, short, short, DEPTH), (product.right, long, short, DEPTH)
+    rows, columns = (short, long) if turned else (long, short)
     across = -(-columns // TILE)
     tiles = -(-rows // TILE) * across
-    launch: Any = apply_kernel[(tiles * work.shape[0],)]
+    factors = [described(*factor) for factor in ((P, X) if turned else (X, P))]
+    launch: Any = apply_kernel[(tiles * count,)]
     launch(
-        L, R, work[:, offsets[out] :], rows, columns, short, work.stride(0), tiles, across,
-        short % DEPTH == 0, TILE, DEPTH, num_warps=WARPS, num_stages=STAGES,
+        *factors, described(out, rows, columns, TILE), short, tiles, across, TILE, DEPTH,
+        num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
 
 

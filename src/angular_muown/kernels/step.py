@@ -12,12 +12,12 @@ from torch import Tensor
 
 from angular_muown.capture import is_recording
 from angular_muown.kernels.chunks import Batch, Choices, Chunk
-from angular_muown.kernels.columns import NUMBERS, ROW_STATE
+from angular_muown.kernels.columns import NUMBERS
 from angular_muown.kernels.dispatch import ITERATIONS
 from angular_muown.kernels.lanes import launch, record
 from angular_muown.kernels.room import divide
 from angular_muown.kernels.schedule import SCALE, allocate, chain_for
-from angular_muown.kernels.tables import Place, dtypes_of, table
+from angular_muown.kernels.tables import Where, dtypes_of, table, where
 from angular_muown.recipe import Observer
 from angular_muown.stages.charts import normalize_rows
 from angular_muown.views import Layout
@@ -48,20 +48,18 @@ class FusedStep:
         self.lines = torch.empty_like(self.known.fixed, device=self.device)
         size = NUMBERS * len(self.batches) + 2 * len(self.known.owner)
         self.values = torch.empty(size, dtype=torch.float32, device=self.device)
-        self.seen: list[Place] = []
+        self.seen: Where | None = None
         self.recorded: list[Tensor] = []  # lines that graphs of the user read at every replay
         self.spares: list[Tensor] = []  # where further such graphs may read theirs
         self.capturable = capturable
         self.owner = self.known.owner.to(self.device if capturable else "cpu")
+        self.owners: list[int] = self.known.owner.tolist()
         if not capturable:  # side by side, so that one addition advances them all
             counters = torch.stack([state["step"] for state in states])
             for state, step in zip(states, counters.unbind(), strict=True):
                 state["step"] = step
             self.counters = counters
-        self.rows = [
-            {name: state[name] for name in ("step", *ROW_STATE) if name in state}
-            for state in states
-        ]
+        self.steps = [state["step"] for state in states]
         self.chunks: list[Chunk] = []
         self.launched = False
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -119,48 +117,29 @@ class FusedStep:
                 count = min(size, batch.count - first)
                 yield count * batch.microseconds, index, first, count
 
-    def look(self) -> list[Place]:
-        """Where weights, gradients and momenta lie now."""
-        grads: list[Any] = [p.grad for p in self.params]
-        return [
-            (
-                p.data_ptr(),
-                grad.data_ptr(),
-                state["momentum_buffer"].data_ptr(),
-                grad.dtype,
-                grad.is_contiguous(),
-            )
-            for p, grad, state in zip(self.params, grads, self.states, strict=True)
-        ]
-
-    def owns_state(self) -> bool:
-        """Whether the row state still lies where the table points."""
-        return all(
-            state[name].data_ptr() == kept.data_ptr()
-            for state, row in zip(self.states, self.rows, strict=True)
-            for name, kept in row.items()
-        )
+    def look(self) -> Where:
+        """Where weights, gradients and state lie now."""
+        return where(self.params, self.states)
 
     def count(self) -> Tensor:
         """Advance Adam's counters, in place: a graph of the user has recorded these tensors."""
         if not self.capturable:
             self.counters += 1
             return self.counters
-        steps = [state["step"] for state in self.states]
-        torch._foreach_add_(steps, 1)
-        return torch.stack(steps)
+        torch._foreach_add_(self.steps, 1)
+        return torch.stack(self.steps)
 
-    def refresh(self, places: list[Place]) -> None:
+    def refresh(self, places: Where) -> None:
         """Bring addresses onto the device. While a graph is recorded, from a place on the host
         that the graph reads again whenever it is replayed; it then overwrites ours."""
         if is_recording():
             self.recorded.append(self.spares.pop())
-            self.recorded[-1].copy_(self.known.lines(places, self.rows))
+            self.recorded[-1].copy_(self.known.lines(places))
             self.lines.copy_(self.recorded[-1], non_blocking=True)
             self.seen = places
             return
         if self.recorded or places != self.seen:
-            send(self.known.lines(places, self.rows), self.lines)
+            send(self.known.lines(places), self.lines)
             self.seen = places
         if self.capturable and self.device.type == "cuda":
             while len(self.spares) < SPARES:

@@ -12,8 +12,38 @@ from torch import Tensor
 from angular_muown.kernels.columns import ADDRESSES, LINE, ROW_STATE, ROW_STRIDE, STATE_STRIDE
 from angular_muown.views import Layout
 
-# addresses of a parameter, its gradient and its momentum, and what could differ at the same ones
-Place = tuple[int, int, int, torch.dtype, bool]
+
+class Where(NamedTuple):
+    """Addresses, each a list over the parameters, and what could differ at the same ones."""
+
+    weights: list[int]
+    gradients: list[int]
+    momenta: list[int]
+    counters: list[int]
+    state: list[list[int]]  # for each of ROW_STATE; empty for what is not kept
+    dtypes: list[torch.dtype]  # of gradients
+    dense: list[bool]
+
+    @property
+    def own(self) -> tuple[Any, ...]:
+        """All but the gradients, which may come at new places."""
+        return self.weights, self.momenta, self.counters, self.state
+
+
+def where(params: Sequence[Tensor], states: Sequence[dict[str, Any]]) -> Where:
+    """Looked up at every step: hence `map`, which costs the host least."""
+    grads: list[Any] = [p.grad for p in params]
+    kept = [name for name in ROW_STATE if name in states[0]]
+    vectors = {name: [state[name] for state in states] for name in kept}
+    return Where(
+        list(map(Tensor.data_ptr, params)),
+        list(map(Tensor.data_ptr, grads)),
+        list(map(Tensor.data_ptr, [state["momentum_buffer"] for state in states])),
+        list(map(Tensor.data_ptr, [state["step"] for state in states])),
+        [list(map(Tensor.data_ptr, vectors.get(name, []))) for name in ROW_STATE],
+        [grad.dtype for grad in grads],
+        list(map(Tensor.is_contiguous, grads)),
+    )
 
 
 class Piece(NamedTuple):
@@ -53,12 +83,13 @@ class Table:
     owner: Tensor  # (matrices,) which parameter a matrix belongs to
     fixed: Tensor  # (matrices, LINE): byte offsets and strides
 
-    def lines(self, places: Sequence[Place], rows: Sequence[dict[str, Tensor]]) -> Tensor:
+    def lines(self, at: Where) -> Tensor:
         """With the addresses now: of W, G, M, and of the row state, 0 for what is not kept."""
-        state = [[row[name].data_ptr() if name in row else 0 for name in ROW_STATE] for row in rows]
-        both = [[*place[:3], *own] for place, own in zip(places, state, strict=True)]
+        state = [addresses or [0] * len(at.weights) for addresses in at.state]
+        columns = [at.weights, at.gradients, at.momenta, *state]
+        addresses = torch.tensor(columns, dtype=torch.int64, device="cpu").mT
         lines = self.fixed.clone()
-        lines[:, ADDRESSES] += torch.tensor(both, dtype=torch.int64, device="cpu")[self.owner]
+        lines[:, ADDRESSES] += addresses[self.owner]
         return lines
 
 
