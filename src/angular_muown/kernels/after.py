@@ -57,18 +57,14 @@ def _rounded(X, row, column, seed, TYPE: tl.constexpr):
 
 
 @triton.jit
-def _new_radius(g, radial, table, matrix, row, in_rows, numbers, ages, RADIUS: tl.constexpr):
+def _new_radius(
+    g, r, past, square, first, second, in_rows, numbers, ages, matrix, RADIUS: tl.constexpr
+):
     """Adam on the lengths; returns them, after writing its moments (turned with their rows)."""
-    if RADIUS == FIXED:
-        return g
-    r = tl.load(radial, mask=in_rows, other=0.0)
-    first = state_at(table, matrix, EXP_AVG, row)
-    second = state_at(table, matrix, EXP_AVG_SQ, row)
     beta1 = tl.load(numbers + BETA1)
     beta2 = tl.load(numbers + BETA2)
-    past = tl.where(g == 0.0, 0.0, tl.load(first, mask=in_rows, other=0.0))
-    mean = beta1 * past + (1.0 - beta1) * r
-    square = beta2 * tl.load(second, mask=in_rows, other=0.0) + (1.0 - beta2) * r * r
+    mean = beta1 * tl.where(g == 0.0, 0.0, past) + (1.0 - beta1) * r
+    square = beta2 * square + (1.0 - beta2) * r * r
     root = tl.sqrt(square / tl.load(ages + matrix * 2 + 1)) + tl.load(numbers + EPS)
     change = tl.load(numbers + RADIUS_LR) * (mean / tl.load(ages + matrix * 2)) / divisor(root)
     if RADIUS == ADAM:
@@ -136,6 +132,12 @@ def after_kernel(
     row, column, inside, place, own = places(table, matrix, m, n, ROWS, COLUMNS)
     in_rows = row < m
     lines = stats + matrix * m + row
+    if CHART != FLAT and RADIUS != FIXED:  # asked for first: they need not wait for the rows
+        first = state_at(table, matrix, EXP_AVG, row)
+        second = state_at(table, matrix, EXP_AVG_SQ, row)
+        r = tl.load(lines + RADIAL * count * m, mask=in_rows, other=0.0)
+        past = tl.load(first, mask=in_rows, other=0.0)
+        square = tl.load(second, mask=in_rows, other=0.0)
     W = read(table, matrix, WEIGHT, place, inside, W_TYPE)
     step = tl.load(work + matrix * stride + own, mask=inside, other=0.0).to(tl.float32)
     step = step * (tl.load(numbers + STEP) * scale)
@@ -147,8 +149,11 @@ def after_kernel(
     else:
         g = tl.sqrt(tl.sum(W * W, axis=1))
         U = _direction(W, g, table, matrix, in_rows, inside, place, MAXIMIZE, G_TYPE)
-        radial = lines + RADIAL * count * m
-        length = _new_radius(g * decay, radial, table, matrix, row, in_rows, numbers, ages, RADIUS)
+        length = g * decay
+        if RADIUS != FIXED:
+            length = _new_radius(
+                length, r, past, square, first, second, in_rows, numbers, ages, matrix, RADIUS
+            )
         new = _retracted(U, step, g, length, table, matrix, row, in_rows, CHART)
         if RADIUS == ADAM:
             _turn_momentum(table, matrix, (length < 0.0) & in_rows, place, inside, M_TYPE)
