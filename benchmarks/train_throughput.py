@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from angular_lab import build
+from angular_lab.passes import WARM_UP, Passes, can_record
 from angular_lab.progress import peak_flops
 from angular_lab.ranks import Ranks
 from angular_lab.recipes import recipe
@@ -61,25 +62,26 @@ def measure(
     shape = (sequences, spec.model.sequence)
     tokens = torch.randint(0, spec.model.vocabulary, shape, device=device)
 
+    way = Passes(parallel, autocast, can_record(spec, model, ranks))
+
     def gradients() -> None:
         for _ in range(passes):
-            with autocast:
-                loss = parallel(tokens, tokens) / passes
-            loss.backward()
+            way.forward(tokens, tokens, 1 / passes)
+            way.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
     def without_optimizer() -> None:
         gradients()
-        opt.zero_grad()
+        way.clear()
 
     def step() -> None:
         gradients()
         opt.step()
-        opt.zero_grad()
+        way.clear()
 
     start = time.perf_counter()
-    step()
-    step()
+    for _ in range(WARM_UP + 1):
+        step()
     if device.type == "cuda":
         torch.cuda.synchronize()
     first = time.perf_counter() - start
@@ -99,7 +101,7 @@ def measure(
         "step_ms": full * 1e3,
         "gradients_ms": plain * 1e3,
         "optimizer_share": 1 - plain / full,
-        "first_two_steps_s": first,
+        "first_steps_s": first,
         "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
     }
 
@@ -129,7 +131,7 @@ def main() -> None:
             cells = (
                 f"{name:12} {optimizer:14} {r['tokens_per_step']:11,}",
                 f"{r['tokens_per_second']:10,.0f} {mfu} {r['step_ms']:9.2f}",
-                f"{r['optimizer_share']:9.1%} {r['first_two_steps_s']:8.1f}",
+                f"{r['optimizer_share']:9.1%} {r['first_steps_s']:8.1f}",
             )
             print(*cells, flush=True)
             if arguments.json:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from angular_lab import passes
 from angular_lab.health import OnHost
 from angular_lab.recipes import recipe
 from angular_lab.runs import train
@@ -61,4 +62,20 @@ def test_the_same_run_twice_is_the_same_to_the_bit(tmp_path, compiled) -> None:
     for name in ("a", "b"):
         train(spec, tmp_path / name)
     a, b = ((tmp_path / name / "metrics.jsonl").read_text() for name in ("a", "b"))
+    assert a == b
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("micro", [0, 6])  # 16 sequences: all at once; 6, 6 and 4
+def test_recorded_passes_are_plain_ones_to_the_bit(tmp_path, monkeypatch, micro) -> None:
+    base = replace(recipe("nano"), steps=16, eval_every=8, precision="bf16", micro_batch=micro)
+    spec = replace(base, save_every=0, angle_every=4, batch=16)
+    made = []
+    recorded = passes._Recorded
+    monkeypatch.setattr(passes, "_Recorded", lambda *args: made.append(recorded(*args)) or made[-1])
+    train(spec, tmp_path / "recorded")
+    assert len(made) == (2 if micro else 1)
+    monkeypatch.setattr(passes, "WARM_UP", 10**9)
+    train(spec, tmp_path / "plain")
+    a, b = ((tmp_path / name / "metrics.jsonl").read_text() for name in ("recorded", "plain"))
     assert a == b

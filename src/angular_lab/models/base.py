@@ -32,6 +32,7 @@ class LanguageModel(nn.Module):
 
     cos: Tensor
     sin: Tensor
+    recordable = True  # a pass never waits for a number on the host
 
     def __init__(
         self, spec: ModelSpec, layers: Iterable[Block], *, head_bias: bool = False
