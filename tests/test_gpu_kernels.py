@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from angular_muown import AngularMuown, NorMuown
+from angular_muown import AngleMonitor, AngularMuown, NorMuown
 from angular_muown.engine import Engine
 from tests.angular_muown.family import FAMILY
 
@@ -192,6 +192,23 @@ def test_release_frees_what_a_step_holds() -> None:
     opt.release()
     assert torch.cuda.memory_allocated() <= held - p.numel()  # a quarter of its bytes
     opt.step()
+
+
+def test_a_measured_step_copies_no_weights() -> None:
+    """What it takes for the time of a chunk is less than half of them."""
+    net = nn.ParameterList([torch.randn(1024, 1024, device="cuda") for _ in range(32)])
+    opt = AngularMuown(net.parameters())
+    monitor = AngleMonitor(net, opt)
+    held = 0
+    for _ in range(3):
+        for p in net:
+            p.grad = torch.randn_like(p)
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        opt.step()
+    taken = torch.cuda.max_memory_allocated() - held
+    assert taken < sum(p.numel() * p.element_size() for p in net) / 2
+    assert monitor.read()["angle_mean"] > 0
 
 
 def test_a_second_optimizer_compiles_nothing() -> None:

@@ -58,7 +58,7 @@ def update(
     M, X = heavy_ball(stack.gather_M(), at.T, group["momentum"], group["nesterov"])
     Q = recipe.orthogonalize(X)
     for observe in observers:
-        observe(stack.parts, at.U, Q)
+        observe(stack.parts, at.U, Q, None)
     Q = recipe.normalize(Q, rows)
     # Decoupled decay, W <- (1 - lr weight_decay) W: since W = g U, it shrinks through g alone.
     g = at.g * (1 - lr * group["weight_decay"]) if group["weight_decay"] else at.g

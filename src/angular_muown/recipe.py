@@ -14,8 +14,9 @@ from angular_muown.stages.charts import Rows, Split
 from angular_muown.stages.normalize import AsIs
 from angular_muown.stages.radius import Fixed
 
-# parameters with their number of matrices, then U and Q of all of them, (count, m, n)
-Observer = Callable[[Sequence[tuple[Tensor, int]], Tensor, Tensor], None]
+# Parameters with their number of matrices; U before the step and Q, (count, m, n), of all of them;
+# the radians that rows turned by, (count, m). None instead of these: W is still to be written.
+Observer = Callable[[Sequence[tuple[Tensor, int]], Tensor, Tensor, Tensor | None], None]
 
 
 class Stage(Protocol):

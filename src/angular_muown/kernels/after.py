@@ -7,6 +7,7 @@ from angular_muown.kernels.rows import (
     ADAM,
     BETA1,
     BETA2,
+    CHORD,
     DECAY,
     EPS,
     EXP_AVG,
@@ -120,14 +121,27 @@ def _turn_momentum(table, matrix, rows, place, inside, TYPE: tl.constexpr):
         tl.store(momentum + place, (-M.to(tl.float32)).to(TYPE), mask=rows[:, None] & inside)
 
 
+@triton.jit
+def _chord(W, new):
+    """Squared distance of the unit rows, up to sign; nan where one is zero: monitor.row_angles."""
+    g = tl.sqrt(tl.sum(W * W, axis=1))
+    norm = tl.sqrt(tl.sum(new * new, axis=1))
+    u = W / divisor(g)[:, None]
+    v = new / divisor(norm)[:, None]
+    chord = tl.minimum(tl.sum((v - u) * (v - u), axis=1), tl.sum((v + u) * (v + u), axis=1))
+    return tl.where((g == 0.0) | (norm == 0.0), float("nan"), chord)
+
+
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["ages"])
 def after_kernel(
     table, numbers, ages, stats, work, stride, count, m, n, scale,
     CHART: tl.constexpr, RADIUS: tl.constexpr, FACTORS: tl.constexpr, MAXIMIZE: tl.constexpr,
-    NOISE: tl.constexpr, W_TYPE: tl.constexpr, G_TYPE: tl.constexpr, M_TYPE: tl.constexpr,
+    NOISE: tl.constexpr, OBSERVED: tl.constexpr,
+    W_TYPE: tl.constexpr, G_TYPE: tl.constexpr, M_TYPE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Q (the work buffer times `scale`) and W -> W, with the row state that belongs to it."""
+    """Q (the work buffer times `scale`) and W -> W, with the row state that belongs to it; where
+    OBSERVED, also how far the rows of what is stored have turned."""
     matrix = tl.program_id(1).to(tl.int64)
     row, column, inside, place, own = places(table, matrix, m, n, ROWS, COLUMNS)
     in_rows = row < m
@@ -160,6 +174,9 @@ def after_kernel(
     weight = address(table, matrix, WEIGHT, W_TYPE, 16)
     if NOISE:
         seed = tl.load(numbers + SEED).to(tl.uint32, bitcast=True)
-        tl.store(weight + place, _rounded(new, row, column, seed, W_TYPE), mask=inside)
+        stored = _rounded(new, row, column, seed, W_TYPE)
     else:
-        tl.store(weight + place, new.to(W_TYPE), mask=inside)
+        stored = new.to(W_TYPE)
+    tl.store(weight + place, stored, mask=inside)
+    if OBSERVED:
+        tl.store(lines + CHORD * count * m, _chord(W, stored.to(tl.float32)), mask=in_rows)
