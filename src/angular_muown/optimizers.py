@@ -9,7 +9,8 @@ Arguments that all members share:
     lr: learning rate eta, a float or a one-element tensor; schedulers act on it.
     momentum, nesterov: beta, and whether the look-ahead is used.
     betas, eps: Adam's, for the row lengths and for groups with algorithm="adamw".
-    scale: "fan_ratio" sqrt(max(1, m/n)), "adam_rms" 0.2 sqrt(max(m, n)), "rms" or "none".
+    scale: "fan_ratio" sqrt(max(1, m/n)), "adam_rms" 0.2 sqrt(max(m, n)), "rms",
+        "aspect" sqrt(max(m/n, n/m)) or "none".
     orthogonalize: "polar_express", "newton_schulz", "gram" or "svd".
     weight_decay: decoupled, W <- (1 - lr * weight_decay) W.
     maximize: ascend.
@@ -22,39 +23,18 @@ Arguments of the members with row lengths:
     radius_lr: the row lengths' learning rate at the initial lr; follows lr's schedule. None: lr.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from angular_muown.engine import Engine
-from angular_muown.recipe import Radius, Recipe
+from angular_muown.engine import Engine, arguments
+from angular_muown.recipe import Recipe, polar_of, radius_of, scale_of
 from angular_muown.schedules import angle_degrees, inverse_polynomial
 from angular_muown.stages.charts import Flat, Oblique, WeightNorm
 from angular_muown.stages.normalize import RowSecondMoment
-from angular_muown.stages.orthogonalize import ORTHOGONALIZERS
-from angular_muown.stages.radius import RADII
-from angular_muown.stages.scale import SCALES
 
 Group = dict[str, Any]
-
-
-def _arguments(local_names: dict[str, Any]) -> dict[str, Any]:
-    """A constructor's keyword arguments: the group's defaults one to one."""
-    return {k: v for k, v in local_names.items() if k not in ("self", "params", "__class__")}
-
-
-def _polar(group: Group) -> Callable[[Tensor], Tensor]:
-    return ORTHOGONALIZERS[group["orthogonalize"]]
-
-
-def _scale(group: Group) -> Callable[[int, int], float]:
-    return SCALES[group["scale"]]
-
-
-def _radius(group: Group) -> Radius:
-    return RADII[group["radius"]](group["betas"], group["eps"])
 
 
 class AngularMuown(Engine):
@@ -97,7 +77,7 @@ class AngularMuown(Engine):
         capturable: bool = False,
         workspace: float = 0.25,
     ) -> None:
-        super().__init__(params, _arguments(locals()))
+        super().__init__(params, arguments(locals()))
 
     def kappa(self, group: Group) -> Any:
         """The angular multiplier of the group's next step; a tensor where the step is one."""
@@ -110,8 +90,8 @@ class AngularMuown(Engine):
         return angle_degrees(float(group["lr"]), float(self.kappa(group)))
 
     def recipe(self, group: Group) -> Recipe:
-        stages = {"radius": _radius(group), "kappa": self.kappa(group)}
-        return Recipe(Oblique(), _polar(group), _scale(group), **stages)
+        stages = {"radius": radius_of(group), "kappa": self.kappa(group)}
+        return Recipe(Oblique(), polar_of(group), scale_of(group), **stages)
 
 
 class Muown(Engine):
@@ -145,10 +125,10 @@ class Muown(Engine):
         capturable: bool = False,
         workspace: float = 0.25,
     ) -> None:
-        super().__init__(params, _arguments(locals()))
+        super().__init__(params, arguments(locals()))
 
     def recipe(self, group: Group) -> Recipe:
-        return Recipe(WeightNorm(), _polar(group), _scale(group), radius=_radius(group))
+        return Recipe(WeightNorm(), polar_of(group), scale_of(group), radius=radius_of(group))
 
 
 class NorMuown(Engine):
@@ -175,11 +155,11 @@ class NorMuown(Engine):
         capturable: bool = False,
         workspace: float = 0.25,
     ) -> None:
-        super().__init__(params, _arguments(locals()))
+        super().__init__(params, arguments(locals()))
 
     def recipe(self, group: Group) -> Recipe:
         rows = RowSecondMoment(group["row_beta"])
-        return Recipe(WeightNorm(), _polar(group), _scale(group), rows, _radius(group))
+        return Recipe(WeightNorm(), polar_of(group), scale_of(group), rows, radius_of(group))
 
 
 class Muon(Engine):
@@ -209,10 +189,10 @@ class Muon(Engine):
         capturable: bool = False,
         workspace: float = 0.25,
     ) -> None:
-        super().__init__(params, _arguments(locals()))
+        super().__init__(params, arguments(locals()))
 
     def recipe(self, group: Group) -> Recipe:
-        return Recipe(Flat(), _polar(group), _scale(group))
+        return Recipe(Flat(), polar_of(group), scale_of(group))
 
 
 class NorMuon(Engine):
@@ -244,7 +224,7 @@ class NorMuon(Engine):
         capturable: bool = False,
         workspace: float = 0.25,
     ) -> None:
-        super().__init__(params, _arguments(locals()))
+        super().__init__(params, arguments(locals()))
 
     def recipe(self, group: Group) -> Recipe:
-        return Recipe(Flat(), _polar(group), _scale(group), RowSecondMoment(group["row_beta"]))
+        return Recipe(Flat(), polar_of(group), scale_of(group), RowSecondMoment(group["row_beta"]))

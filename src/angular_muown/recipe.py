@@ -6,20 +6,23 @@ a function in a group would break `torch.load(weights_only=True)`.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from angular_muown.stages.charts import Rows, Split
 from angular_muown.stages.normalize import AsIs
-from angular_muown.stages.radius import Fixed
+from angular_muown.stages.orthogonalize import ORTHOGONALIZERS
+from angular_muown.stages.radius import RADII, Fixed
+from angular_muown.stages.scale import SCALES
 
 # parameters with their number of matrices, then U and Q of all of them, (count, m, n)
 Observer = Callable[[Sequence[tuple[Tensor, int]], Tensor, Tensor], None]
 
 
 class Stage(Protocol):
-    """`rows` names the row vectors that a stage keeps between steps; they start at zero."""
+    """`rows` names the vectors that a stage keeps between steps; they start at zero. A name says
+    what the vector has entries for: rows, or else columns or matrices (see `views.spans`)."""
 
     @property
     def rows(self) -> tuple[str, ...]: ...
@@ -54,3 +57,15 @@ class Recipe:
     @property
     def rows(self) -> tuple[str, ...]:
         return (*self.chart.rows, *self.normalize.rows, *self.radius.rows)
+
+
+def polar_of(group: dict[str, Any]) -> Callable[[Tensor], Tensor]:
+    return ORTHOGONALIZERS[group["orthogonalize"]]
+
+
+def scale_of(group: dict[str, Any]) -> Callable[[int, int], float]:
+    return SCALES[group["scale"]]
+
+
+def radius_of(group: dict[str, Any]) -> Radius:
+    return RADII[group["radius"]](group["betas"], group["eps"])

@@ -7,9 +7,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from angular_muown import AngularMuown, Muon, Muown, NorMuon, NorMuown
+from angular_muown import (
+    AngularMuown,
+    Hyperball,
+    MagnitudeDirection,
+    Muon,
+    Muown,
+    NorMuon,
+    NorMuown,
+)
 from angular_muown.engine import Engine
-from tests.reference import angular_muown, muon, muown
+from tests.reference import angular_muown, muon, muown, rivals
 
 # optimizer, reference, arguments of both
 PARITY: list[tuple[type[Engine], Any, dict[str, Any]]] = [
@@ -19,9 +27,20 @@ PARITY: list[tuple[type[Engine], Any, dict[str, Any]]] = [
     (NorMuown, muown.NorMuown, {"lr": 0.02}),
     (Muon, muon.Muon, {"lr": 0.02, "weight_decay": 0.1}),
     (NorMuon, muon.NorMuon, {"lr": 0.01, "weight_decay": 0.0}),
+    (Hyperball, rivals.Hyperball, {"lr": 0.02}),
+    (MagnitudeDirection, rivals.MagnitudeDirection, {"lr": 0.02, "radius_lr": 0.01}),
 ]
-FAMILY: list[type[Engine]] = [AngularMuown, Muown, NorMuown, Muon, NorMuon]
+FUSED: list[type[Engine]] = [AngularMuown, Muown, NorMuown, Muon, NorMuon]  # the kernels know them
+ON_SPHERES: list[type[Engine]] = [Hyperball, MagnitudeDirection]
+FAMILY: list[type[Engine]] = [*FUSED, *ON_SPHERES]
 WITH_RADII: list[type[Engine]] = [AngularMuown, Muown, NorMuown]
+
+
+def direction_only(optimizer: type[Engine]) -> dict[str, Any]:
+    """Arguments under which no size learns."""
+    if optimizer is MagnitudeDirection:
+        return {"radius_lr": 0.0}
+    return {"radius": "fixed"} if optimizer in WITH_RADII else {}
 
 
 def parameter(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Parameter:

@@ -20,6 +20,15 @@ class AsIs:
         return Q
 
 
+class UnitNorm:
+    """Q / |Q|_F: the learning rate alone is the size of a step."""
+
+    rows = ()
+
+    def __call__(self, Q: Tensor, rows: Rows) -> Tensor:
+        return Q / nonzero(frobenius(Q))
+
+
 @dataclass(frozen=True)
 class RowSecondMoment:
     """NorMuon (arXiv 2510.05491): v <- beta v + (1 - beta) mean(Q_i^2); Q_i / sqrt(v_i), then the
