@@ -61,10 +61,10 @@ def update(
     (lr, radius_lr), rows = rates(group, stack.compute), stack.gather_rows()
     at = recipe.chart.split(stack.gather_W(), stack.gather_G(), rows)
     M, X = heavy_ball(stack.gather_M(), at.T, group["momentum"], group["nesterov"])
-    Q = recipe.orthogonalize(X)
+    Q = recipe.tangent(recipe.orthogonalize, X, at.U)
     for observe in observers:
         observe(stack.parts, at.U, Q)
-    Q = recipe.normalize(Q, rows)
+    Q = recipe.normalize(Q, at.U, rows)
     # Decoupled decay, W <- (1 - lr weight_decay) W: since W = g U, it shrinks through g alone.
     g = at.g * (1 - lr * group["weight_decay"]) if group["weight_decay"] else at.g
     g = recipe.radius(g, at.r, rows, radius_lr, stack.t)

@@ -11,10 +11,11 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from angular_muown.stages.charts import Rows, Split
-from angular_muown.stages.normalize import AsIs
+from angular_muown.stages.normalize import AsIs, RowSecondMoment
 from angular_muown.stages.orthogonalize import ORTHOGONALIZERS
 from angular_muown.stages.radius import RADII, Fixed
 from angular_muown.stages.scale import SCALES
+from angular_muown.stages.tangent import Polar, free
 
 # parameters with their number of matrices, then U and Q of all of them, (count, m, n)
 Observer = Callable[[Sequence[tuple[Tensor, int]], Tensor, Tensor], None]
@@ -34,7 +35,7 @@ class Chart(Stage, Protocol):
 
 
 class Normalize(Stage, Protocol):
-    def __call__(self, Q: Tensor, rows: Rows) -> Tensor: ...
+    def __call__(self, Q: Tensor, U: Tensor, rows: Rows) -> Tensor: ...
 
 
 class Radius(Stage, Protocol):
@@ -48,18 +49,19 @@ class Radius(Stage, Protocol):
 @dataclass(frozen=True)
 class Recipe:
     chart: Chart
-    orthogonalize: Callable[[Tensor], Tensor]
+    orthogonalize: Polar
     scale: Callable[[int, int], float]
     normalize: Normalize = field(default_factory=AsIs)
     radius: Radius = field(default_factory=Fixed)
     kappa: float | Tensor = 1.0  # the angular multiplier at this step
+    tangent: Callable[[Polar, Tensor, Tensor], Tensor] = free
 
     @property
     def rows(self) -> tuple[str, ...]:
         return (*self.chart.rows, *self.normalize.rows, *self.radius.rows)
 
 
-def polar_of(group: dict[str, Any]) -> Callable[[Tensor], Tensor]:
+def polar_of(group: dict[str, Any]) -> Polar:
     return ORTHOGONALIZERS[group["orthogonalize"]]
 
 
@@ -69,3 +71,7 @@ def scale_of(group: dict[str, Any]) -> Callable[[int, int], float]:
 
 def radius_of(group: dict[str, Any]) -> Radius:
     return RADII[group["radius"]](group["betas"], group["eps"])
+
+
+def rows_of(group: dict[str, Any]) -> Normalize:
+    return AsIs() if group["row_beta"] is None else RowSecondMoment(group["row_beta"])

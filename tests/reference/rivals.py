@@ -33,10 +33,9 @@ class MagnitudeDirection:
         a, b = np.log1p(np.exp(self.x)), np.log1p(np.exp(self.y))
         for_x, for_y, T = np.zeros(m), np.zeros(n), np.zeros((m, n))
         for i in range(m):
-            for j in range(n):
-                T[i, j] = a[i] * G[i, j] * b[j]
-                for_x[i] += G[i, j] * self.V[i, j] * b[j] / (1 + np.exp(-self.x[i]))
-                for_y[j] += G[i, j] * self.V[i, j] * a[i] / (1 + np.exp(-self.y[j]))
+            T[i] = a[i] * G[i] * b
+            for_x[i] = (G[i] * self.V[i] * b).sum() / (1 + np.exp(-self.x[i]))
+            for_y += G[i] * self.V[i] * a[i] / (1 + np.exp(-self.y))
         self.M = 0.95 * self.M + T
         update = max(m / n, n / m) ** 0.5 * polar(T + 0.95 * self.M)
         V = self.V - self.lr * self.R / max(m, n) ** 0.5 * update

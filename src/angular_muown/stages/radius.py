@@ -1,7 +1,6 @@
 """Radius rules: how the row lengths g, or other sizes of a weight, follow their gradient r."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,12 +33,14 @@ def forget_at_zero(g: Tensor, rows: Rows) -> None:
     rows["exp_avg"] = torch.where(g == 0, torch.zeros_like(g), rows["exp_avg"])
 
 
-@dataclass(frozen=True)
-class Adam:
+class ByAdam:
+    def __init__(self, betas: tuple[float, float], eps: float) -> None:
+        self.betas, self.eps = betas, eps
+
+
+class Adam(ByAdam):
     """g <- g - lr adam(r): the paper's rule. A length may cross zero: then the row turns around."""
 
-    betas: tuple[float, float]
-    eps: float
     rows = MOMENTS
     signed = True
 
@@ -50,15 +51,12 @@ class Adam:
         return g - lr * adam_direction(r, rows, self.betas, self.eps, t)
 
 
-@dataclass(frozen=True)
-class LogAdam:
+class LogAdam(ByAdam):
     """g <- g exp(-lr adam(r)): the same relative speed for every length, and never below zero.
 
     A product cannot leave zero, so a row at zero takes Adam's additive step once.
     """
 
-    betas: tuple[float, float]
-    eps: float
     rows = MOMENTS
     signed = False
 
@@ -70,12 +68,9 @@ class LogAdam:
         return torch.where(g == 0, change.clamp(min=0), g * change.exp())
 
 
-@dataclass(frozen=True)
-class Gains:
+class Gains(ByAdam):
     """Adam on the free variables of GainedSphere's gains a and b; the norm g stays."""
 
-    betas: tuple[float, float]
-    eps: float
     rows = (*MOMENTS, *COLUMN_MOMENTS)
     signed = False
 
