@@ -90,8 +90,8 @@ def _check_shapes(optimizer: Optimizer, state_dict: StateDict) -> None:
         layout = Layout.of(saved)
         for i, (p, key) in enumerate(zip(group["params"], saved["params"], strict=False)):
             for name, value in state_dict["state"].get(key, {}).items():
-                rows = saved["algorithm"] == "matrix" and name not in SHAPED_LIKE_WEIGHT
-                wanted = layout.row_shape(p) if rows else tuple(p.shape)
+                vector = saved["algorithm"] == "matrix" and name not in SHAPED_LIKE_WEIGHT
+                wanted = layout.vector_shape(p, name) if vector else tuple(p.shape)
                 if name != "step" and tuple(value.shape) != wanted:
                     label = group["param_names"][i] if "param_names" in group else f"number {i}"
                     raise ValueError(

@@ -108,6 +108,7 @@ CASES: list[tuple[Member, dict[str, Any]]] = [
     (AngularMuown, {"radius": "log_adam", "weight_decay": 1.0, "momentum": 0.7}),
     (AngularMuown, {"radius": "fixed", "nesterov": False, "maximize": True}),
     (AngularMuown, {"radius_lr": 0.5, "betas": (0.8, 0.9), "orthogonalize": "newton_schulz"}),
+    (AngularMuown, {"radius_lr": 0.5, "row_beta": 0.6}),
     (Muown, {"radius_lr": 0.5, "maximize": True, "weight_decay": 2.0}),
     (Muown, {"radius": "log_adam", "nesterov": False}),
     (Muown, {"radius": "fixed", "weight_decay": 5.0}),

@@ -95,14 +95,17 @@ def test_the_counter_goes_past_256_with_bf16_weights() -> None:
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)
-def test_state_is_a_momentum_and_row_vectors(optimizer) -> None:
+def test_state_is_a_momentum_and_vectors(optimizer) -> None:
     p = parameter(6, 40)
     opt = optimizer([p])
     run(opt, [p], 1)
     state = dict(opt.state[p])
     assert state.pop("step").shape == ()
     assert state.pop("momentum_buffer").shape == p.shape
-    assert all(value.shape == (6, 1) for value in state.values())
+    shapes = {name: tuple(value.shape) for name, value in state.items()}
+    assert shapes.pop("matrix_norm", (1, 1)) == (1, 1)
+    for name, shape in shapes.items():
+        assert shape == ((1, 40) if name.startswith("column_") else (6, 1))
     if optimizer is AngularMuown:
         assert set(state) == {"exp_avg", "exp_avg_sq"}
 

@@ -86,7 +86,7 @@ def _line(group: dict[str, Any], turn: float, radius_lr: float, decay: float) ->
     line[BETA], line[EPS], line[ROW_BETA] = (
         group["momentum"],
         group["eps"],
-        group.get("row_beta", 0.0),
+        group.get("row_beta") or 0.0,
     )
     line[BETA1], line[BETA2] = group["betas"]
     line[STEP], line[RADIUS_LR], line[DECAY] = turn, radius_lr, decay

@@ -41,6 +41,11 @@ def chord_angle(chord: Tensor) -> Tensor:
     return 2 * torch.asin((chord / 2).clamp(max=1))
 
 
+def tangent_part(X: Tensor, U: Tensor) -> Tensor:
+    """X_i - <X_i, U_i> U_i, for unit rows U_i."""
+    return X - (X * U).sum(dim=-1, keepdim=True) * U
+
+
 def polar_coordinates(W: Tensor, G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Unit rows U, lengths g >= 0 and the radial gradient r_i = <G_i, U_i>.
 
@@ -76,6 +81,14 @@ class Oblique:
 
     def join(self, at: Split, step: Tensor, g: Tensor, rows: Rows) -> Tensor:
         return g * normalize_rows(at.U + step)
+
+
+class Geodesic(Oblique):
+    """The same along great circles: a tangent step of length theta turns its row by theta."""
+
+    def join(self, at: Split, step: Tensor, g: Tensor, rows: Rows) -> Tensor:
+        theta = row_norm(step)
+        return g * normalize_rows(theta.cos() * at.U + theta.sin() / nonzero(theta) * step)
 
 
 class WeightNorm:

@@ -1,11 +1,11 @@
-"""What may happen to the polar factor Q before it becomes a step."""
+"""What may happen to the polar factor Q before it becomes a step at U."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from angular_muown.stages.charts import Rows, nonzero
+from angular_muown.stages.charts import Rows, nonzero, normalize_rows, tangent_part
 
 
 def frobenius(X: Tensor) -> Tensor:
@@ -16,8 +16,26 @@ def frobenius(X: Tensor) -> Tensor:
 class AsIs:
     rows = ()
 
-    def __call__(self, Q: Tensor, rows: Rows) -> Tensor:
+    def __call__(self, Q: Tensor, U: Tensor, rows: Rows) -> Tensor:
         return Q
+
+
+class UnitNorm:
+    """Q / |Q|_F: the learning rate alone is the size of a step."""
+
+    rows = ()
+
+    def __call__(self, Q: Tensor, U: Tensor, rows: Rows) -> Tensor:
+        return Q / nonzero(frobenius(Q))
+
+
+class UnitTangents:
+    """Rows of Q's tangent part at unit length; a row without one stays without."""
+
+    rows = ()
+
+    def __call__(self, Q: Tensor, U: Tensor, rows: Rows) -> Tensor:
+        return normalize_rows(tangent_part(Q, U))
 
 
 @dataclass(frozen=True)
@@ -28,7 +46,7 @@ class RowSecondMoment:
     beta: float
     rows = ("row_second_moment",)
 
-    def __call__(self, Q: Tensor, rows: Rows) -> Tensor:
+    def __call__(self, Q: Tensor, U: Tensor, rows: Rows) -> Tensor:
         v = torch.lerp(Q.square().mean(dim=-1, keepdim=True), rows["row_second_moment"], self.beta)
         rows["row_second_moment"] = v
         # A row that never got a gradient has v = 0 and Q_i = 0: 0/0 must stay 0.
