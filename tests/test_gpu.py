@@ -8,6 +8,7 @@ from torch import nn
 
 from angular_lab import passes
 from angular_lab.health import OnHost
+from angular_lab.models import LanguageModel
 from angular_lab.recipes import recipe
 from angular_lab.runs import train
 from angular_muown import AngularMuown
@@ -69,7 +70,8 @@ def test_the_same_run_twice_is_the_same_to_the_bit(tmp_path, compiled) -> None:
 @pytest.mark.parametrize("micro", [0, 6])  # 16 sequences: all at once; 6, 6 and 4
 def test_recorded_passes_are_plain_ones_to_the_bit(tmp_path, monkeypatch, micro) -> None:
     base = replace(recipe("nano"), steps=16, eval_every=8, precision="bf16", micro_batch=micro)
-    spec = replace(base, save_every=0, angle_every=4, batch=16)
+    spec = replace(base, save_every=0, angle_every=4, batch=16, compile=True)
+    monkeypatch.setattr(LanguageModel, "recordable", True)
     made = []
     recorded = passes._Recorded
     monkeypatch.setattr(passes, "_Recorded", lambda *args: made.append(recorded(*args)) or made[-1])
