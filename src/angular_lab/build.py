@@ -13,7 +13,7 @@ from torch.utils import deterministic
 import angular_muown as library
 from angular_lab.models import LanguageModel, build_model
 from angular_lab.ranks import Ranks
-from angular_lab.spec import Spec
+from angular_lab.spec import OptimSpec, Spec
 from angular_muown import cosine, plan, wsd
 
 OPTIMIZERS = {
@@ -22,8 +22,11 @@ OPTIMIZERS = {
     "muown": library.Muown,
     "normuown": library.NorMuown,
     "angular_muown": library.AngularMuown,
+    "hyperball": library.Hyperball,
+    "magnitude_direction": library.MagnitudeDirection,
 }
 OPTIMIZER_NAMES = ("adamw", *OPTIMIZERS)
+SPECIAL = ("radius", "radius_lr", "row_beta", "tangent_momentum", "tangent_polar", "exact_angle")
 
 
 def make_model(spec: Spec, ranks: Ranks) -> LanguageModel:
@@ -84,6 +87,7 @@ def make_optimizer(model: LanguageModel, spec: Spec) -> torch.optim.Optimizer:
         aux_weight_decay=o.aux_weight_decay,
     )
     fused = next(model.parameters()).is_cuda
+    _check_meaning(o)
     if o.name == "adamw":
         return torch.optim.AdamW(
             [_plain(group, o.weight_decay) for group in groups],
@@ -93,6 +97,17 @@ def make_optimizer(model: LanguageModel, spec: Spec) -> torch.optim.Optimizer:
         if group["algorithm"] == "adamw":
             group["fused"] = fused
     return OPTIMIZERS[o.name](groups, **_arguments(OPTIMIZERS[o.name], spec))
+
+
+def _check_meaning(o: OptimSpec) -> None:
+    """A setting that this optimizer has no use for would be a run other than it says."""
+    known = inspect.signature(OPTIMIZERS.get(o.name, torch.optim.AdamW)).parameters
+    for key in SPECIAL:
+        value, usual = getattr(o, key), getattr(OptimSpec(), key)
+        if key not in known and value != usual:
+            raise ValueError(
+                f"optim.{key}={value} means nothing for optim.name={o.name}: leave it at {usual}"
+            )
 
 
 def _plain(group: dict[str, Any], weight_decay: float) -> dict[str, Any]:
@@ -115,6 +130,10 @@ def _arguments(kind: type, spec: Spec) -> dict[str, Any]:
         "warmup_steps": spec.schedule.warmup,
         "decay_scale": o.decay_scale,
         "decay_degree": o.decay_degree,
+        "tangent_momentum": o.tangent_momentum,
+        "tangent_polar": o.tangent_polar,
+        "exact_angle": o.exact_angle,
+        **({"row_beta": o.row_beta} if o.row_beta else {}),
         **({"scale": o.scale} if o.scale else {}),
     }
     return {

@@ -33,7 +33,7 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class OptimSpec:
-    name: str = "angular_muown"  # adamw, muon, normuon, muown, normuown, angular_muown
+    name: str = "angular_muown"  # adamw or one of build.OPTIMIZERS
     lr: float = 0.02
     aux_lr: float = 0.0  # embeddings, heads, norms; 0: as lr
     radius_lr: float = 0.0  # row lengths; 0: as lr
@@ -48,6 +48,11 @@ class OptimSpec:
     orthogonalize: str = "polar_express"  # for every optimizer, as in the paper
     radius: str = "adam"
     split_blocks: bool = True  # fused matrices as their blocks
+    # AngularMuown beyond the paper
+    tangent_momentum: bool = False
+    tangent_polar: int = 0  # dual iterations
+    exact_angle: bool = False
+    row_beta: float = 0.0  # NorMuon's; 0: the optimizer's own, which is none for AngularMuown
 
 
 @dataclass(frozen=True)
