@@ -1,6 +1,7 @@
 """The command angular-lab: prepare, train, branch, trunk, sweep, show, sample, export, demo, ...
 
-Exit codes: 0 done, 2 bad input, 3 loss not finite, 75 preempted (saved: run again with --resume).
+Exit codes: 0 done, 2 bad input, 3 loss not finite, 4 a worker process died, 75 preempted (saved:
+run again, with --resume auto where it is a single run).
 """
 
 import argparse
@@ -10,10 +11,11 @@ from pathlib import Path
 
 from angular_lab.experiment_commands import add_experiments
 from angular_lab.overrides import count, override
+from angular_lab.preemption import PREEMPTED, WORKER_DIED, Preempted, WorkerDied
 from angular_lab.recipes import RECIPES, recipe
 from angular_lab.spec import Spec
 
-BAD_INPUT, NOT_FINITE, PREEMPTED = 2, 3, 75
+BAD_INPUT, NOT_FINITE = 2, 3
 
 
 def default_folder(spec: Spec) -> Path:
@@ -192,7 +194,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if settings:  # key=value may also stand behind an option
         arguments.overrides = [*arguments.overrides, *settings]
     from angular_lab.health import NotFinite
-    from angular_lab.preemption import Preempted
     from angular_lab.ranks import stop_ranks
 
     try:
@@ -203,6 +204,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except NotFinite as error:
         print(f"error: {error}", file=sys.stderr)
         return NOT_FINITE
+    except WorkerDied as error:
+        print(f"error: {error}", file=sys.stderr)
+        return WORKER_DIED
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT

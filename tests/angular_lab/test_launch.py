@@ -8,9 +8,11 @@ import pytest
 from angular_lab import experiments, launch
 from angular_lab.cli import main
 from angular_lab.experiments import EXPERIMENTS, Experiment, Line, trained_by
+from angular_lab.preemption import WorkerDied
 from angular_lab.rundir import RunDir
 from angular_lab.sweep import Sweep
 from tests.angular_lab.runs import tiny
+from tests.angular_lab.sweeps import manifest
 
 
 @pytest.fixture
@@ -40,6 +42,25 @@ def test_rounds_of_jobs_make_what_a_sweep_makes(plan: Experiment, tmp_path: Path
         )
 
 
+def test_jobs_write_the_manifest_of_a_sweep(plan: Experiment, tmp_path: Path) -> None:
+    there, here = (Sweep(plan, tmp_path / name, device="cpu") for name in ("jobs", "sweep"))
+    here.run()
+    while found := launch.jobs(there):
+        for job in found:
+            job()
+            assert manifest(tmp_path / "jobs")["entries"][-1]["status"] == "done"
+    assert manifest(tmp_path / "jobs") == manifest(tmp_path / "sweep")
+
+
+def test_a_job_leaves_a_run_to_who_has_it(plan: Experiment, tmp_path: Path) -> None:
+    job = launch.jobs(Sweep(plan, tmp_path, device="cpu"))[0]
+    other = RunDir(Sweep(plan, tmp_path).pending()[0].folder)
+    other.claim()
+    with pytest.raises(ValueError, match="is in use by another process"):
+        job()
+    other.release()
+
+
 def test_submitits_local_executor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real experiment, because another process does not see a test's own; its data is made in
     the working folder."""
@@ -47,8 +68,13 @@ def test_submitits_local_executor(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     plan = experiments.experiment("speedrun", "nano")
     found = launch.jobs(Sweep(plan, tmp_path / "runs", device="cpu"))[:1]
-    (job,) = launch.submit(found, tmp_path / "jobs", "local", {"timeout_min": 5})
-    assert RunDir(job.result()).done
+    bad = replace(found[0], data=str(tmp_path / "nowhere"))
+    started = launch.submit([bad, *found], tmp_path / "jobs", "local", {"timeout_min": 5})
+    with pytest.raises(WorkerDied, match=r"(?s)job \d+ failed, see .*nowhere: no such folder"):
+        launch.wait(started)
+    folder = launch.wait(started[1:])[0]
+    assert RunDir(folder).done
+    assert [e["status"] for e in manifest(tmp_path / "runs")["entries"]] == ["done"]
 
 
 def test_a_dry_run_says_what_would_be_done(
@@ -63,8 +89,29 @@ def test_a_dry_run_says_what_would_be_done(
     assert not (tmp_path / "runs").exists()
 
 
-def test_bad_input(plan: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_of_an_extended_grid(
+    plan: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = Sweep(plan, tmp_path, device="cpu")
+    sweep.run()
+    edge = sweep.chosen["adamw"].extend
+    words = ["submit", "small", "--out", str(tmp_path), "--dry-run"]
+    assert main(words) == 0
+    assert "0 jobs" in capsys.readouterr().out
+    assert main([*words, "--extend", "1"]) == 0
+    assert {"above": "0.004", "below": "0.0005"}[edge[0]] in capsys.readouterr().out
+
+
+def test_bad_input(
+    plan: Experiment,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["submit", "small", "--out", str(tmp_path), "--executor", "cloud"]) == 2
     assert "--executor cloud: it must be local or slurm" in capsys.readouterr().err
+    monkeypatch.setenv("PATH", "")
+    assert main(["submit", "small", "--out", str(tmp_path)]) == 2
+    assert "--executor slurm: Could not detect" in capsys.readouterr().err
     assert main(["submit", "small", "--dry-run", "--set", "partition"]) == 2
     assert "write PARAMETER:VALUE" in capsys.readouterr().err
