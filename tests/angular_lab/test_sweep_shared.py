@@ -17,6 +17,7 @@ from angular_lab.rundir import RunDir
 from angular_lab.sweep import Sweep
 from angular_lab.sweep_entries import Entry, run_entry
 from angular_lab.trainer import Trainer
+from tests.angular_lab.runs import LIMIT
 from tests.angular_lab.sweeps import manifest, metrics, small
 
 
@@ -25,33 +26,40 @@ def test_what_another_process_makes_is_left_to_it_and_waited_for(
 ) -> None:
     """The test holds the lock of one value. Its line's other seed waits, all else is made."""
     sweep = Sweep(small(data), tmp_path, device="cpu")
-    held, said = sweep.pending()[1], []
-    sweep.say = said.append
-    lock, seen = RunDir(held.folder), []
+    held = sweep.pending()[1]
+    lock, waiting = RunDir(held.folder), threading.Event()
+    said: list[str] = []
+    looks: list[int] = []
+    done: list[Path] = []
+    look = sweep.pending
     lock.claim()
 
     def let_go() -> None:
-        while not any("waiting" in text for text in said):
-            time.sleep(0.01)
-        seen.extend([time.process_time(), *sorted(tmp_path.glob("*/DONE"))])
-        time.sleep(1.5)
-        seen[0] = time.process_time() - seen[0]
+        if waiting.wait(LIMIT):
+            done.extend(tmp_path.glob("*/DONE"))
+            before = len(looks)
+            time.sleep(1.5)
+            looks[:] = looks[before:]
         lock.release()
 
-    thread = threading.Thread(target=let_go)
+    def say(text: str) -> None:
+        said.append(text)
+        if "waiting for 1 runs" in text:
+            waiting.set()
+
+    sweep.say, sweep.pending = say, lambda: looks.append(1) or look()
+    thread = threading.Thread(target=let_go, daemon=True)
     thread.start()
     sweep.run()
     thread.join()
-    spent, *done = seen
-    runs = {path.parent.name.partition("-to")[0] for path in done}
-    kinds = sorted((entry.line.label[:5], entry.value, entry.seed) for entry in sweep.entries)
-    assert len(kinds) == 6
     judge = next(e for e in sweep.entries if e.line.label == "adamw" and e.seed == 1)
     made = {entry.folder.name for entry in sweep.entries}
+    assert len(made) == 6
+    runs = {path.parent.name.partition("-to")[0] for path in done}
     assert runs == made - {held.folder.name, judge.folder.name}
-    assert not sweep.pending()
-    assert sum("waiting for 1 runs" in text for text in said) == 1
-    assert spent < 0.75, "waiting is not working"
+    assert not look()
+    assert sum("waiting" in text for text in said) == 1
+    assert len(looks) < 10, "waiting is not working"
 
 
 def test_whoever_has_a_trunk_makes_its_cool_downs(
@@ -193,4 +201,15 @@ def test_a_claimed_entry_stays_claimed(data: Path, tmp_path: Path) -> None:
     run.release()
     again = RunDir(entry.folder)
     assert again.try_claim()
+    again.release()
+
+
+def test_what_was_finished_since_one_looked_is_not_taken(data: Path, tmp_path: Path) -> None:
+    sweep = Sweep(small(data), tmp_path)
+    entry = sweep.pending()[0]
+    entry.folder.mkdir(parents=True)
+    (entry.folder / "DIVERGED").touch()
+    assert sweep._claim([entry]) is None
+    again = RunDir(entry.folder)
+    assert again.try_claim(), "it was let go"
     again.release()
