@@ -6,6 +6,7 @@ run again, with --resume auto where it is a single run).
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -46,6 +47,7 @@ def branch(arguments: argparse.Namespace) -> None:
 
 def trunk(arguments: argparse.Namespace) -> None:
     """A constant-rate run and its cool-downs to every horizon."""
+    from angular_lab.build import Models
     from angular_lab.rundir import RunDir
     from angular_lab.runs import branch_spec, trunk_spec
     from angular_lab.runs import train as run
@@ -57,10 +59,11 @@ def trunk(arguments: argparse.Namespace) -> None:
     out: Path = arguments.out or default_folder(spec).with_name(
         default_folder(spec).name + "-trunk"
     )
-    run(spec, out, resume=True, device=arguments.device)
+    models = Models()  # one for all: compiled once, branch points in memory
+    run(spec, out, True, arguments.device, models=models)
     for at, length in branches:
         folder = out.with_name(f"{out.name}-to{at + length}")
-        run(branch_spec(RunDir(out), at, length), folder, resume=True, device=arguments.device)
+        run(branch_spec(RunDir(out), at, length), folder, True, arguments.device, models=models)
         print(folder)
 
 
@@ -188,6 +191,7 @@ def _add_prepare(sub: argparse.ArgumentParser) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
+    arguments.began = time.monotonic()
     settings = [word for word in rest if "=" in word and not word.startswith("-")]
     if len(settings) < len(rest) or (settings and "overrides" not in arguments):
         parser.error(f"unrecognized: {' '.join(word for word in rest if word not in settings)}")

@@ -1,6 +1,7 @@
 """The commands experiments, sweep, submit and report. What they need is imported when they run."""
 
 import argparse
+import time
 from collections.abc import Callable
 from math import inf
 from pathlib import Path
@@ -30,10 +31,11 @@ def sweep(arguments: argparse.Namespace) -> None:
     plan = experiment(arguments.name, arguments.scale)
     out: Path = arguments.out or Path("runs") / f"{plan.name}-{plan.scale}"
     runner = Sweep(plan, out, arguments.data, arguments.device)
+    budget = arguments.budget - (time.monotonic() - arguments.began)  # imports took seconds
     if arguments.processes == 1:
-        runner.run(arguments.budget, arguments.extend)
+        runner.run(budget, arguments.extend)
     else:
-        run_in_processes(runner, arguments.processes, arguments.budget, arguments.extend)
+        run_in_processes(runner, arguments.processes, budget, arguments.extend)
     chosen = runner.chosen
     for line in plan.lines:
         print(f"{line.label:30} {_outcome(chosen.get(line.label))}")

@@ -4,18 +4,21 @@ They write the same folders and manifest as `sweep`; a folder's lock keeps two f
 same run. A round takes what can run now; when it is done, the next one judges on further seeds.
 """
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from angular_lab.experiments import experiment
-from angular_lab.preemption import WorkerDied
+from angular_lab.preemption import Sigterm, WorkerDied
 from angular_lab.rundir import RunDir
 from angular_lab.sweep import Sweep
 from angular_lab.sweep_entries import Entry, make_entry, run_entry
 
 EXECUTORS = ("local", "slurm")
+# submitit sends it before the time is over. Its own handler would leave at once, nothing saved.
+WARNING = signal.SIGUSR2
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ class Job:
         run.claim()
         try:
             sweep.write()
-            run_entry(entry, run, self.device)
+            with Sigterm(WARNING):
+                run_entry(entry, run, self.device, models=sweep.models)
         finally:
             run.release()
             sweep.write()

@@ -16,16 +16,17 @@ class WorkerDied(Exception):  # noqa: N818
 
 
 class Sigterm:
-    """Within the context, SIGTERM only sets `received`; with `interrupts`, the first Ctrl-C is a
-    SIGTERM and the second one a KeyboardInterrupt.
+    """Within the context, SIGTERM only sets `received`, and so do the signals that are given. Of
+    Ctrl-C (SIGINT) that holds for the first; the second one is a KeyboardInterrupt.
 
     Contexts nest: a sweep has one, and each of its runs. The inner one knows what the outer one
     received before, and tells it at its end what came too late to be seen.
     """
 
-    def __init__(self, interrupts: bool = False) -> None:
+    def __init__(self, *others: signal.Signals) -> None:
         self.received = False
-        self._interrupts = interrupts
+        self._others = others
+        self._interrupted = False
         self._before: dict[int, Any] = {}
         self._outer: Sigterm | None = None
 
@@ -35,9 +36,10 @@ class Sigterm:
         outer = getattr(before, "__self__", None)
         self._outer = outer if isinstance(outer, Sigterm) else None
         self.received = self._outer is not None and self._outer.received
-        # Who ignores Ctrl-C, like a worker whose parent passes it on, goes on ignoring it.
-        if self._interrupts and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
+        for number in self._others:
+            # Who ignores it, like a worker whose parent passes Ctrl-C on, goes on ignoring it.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._pass_on)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -49,8 +51,8 @@ class Sigterm:
     def _note(self, _number: int, _frame: FrameType | None) -> None:
         self.received = True
 
-    def _interrupt(self, _number: int, _frame: FrameType | None) -> None:
-        if not self._interrupts:
+    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self._interrupted:
             raise KeyboardInterrupt
-        self._interrupts = False
+        self._interrupted = self._interrupted or number == signal.SIGINT
         signal.raise_signal(signal.SIGTERM)  # to the innermost context

@@ -7,6 +7,7 @@ is what: the one thing that a report needs to know.
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -62,7 +63,7 @@ class Sweep:
         self.until, self.extend = time.monotonic() + budget, extend
         self.write()
         waiting = False
-        with Sigterm(interrupts=True) as stop:
+        with Sigterm(signal.SIGINT) as stop:
             while entries := [entry for entry in self.pending() if not self._failed(entry)]:
                 if stop.received or time.monotonic() >= self.until:
                     raise Preempted(f"{self.root} is unfinished; {AGAIN}")
@@ -71,7 +72,7 @@ class Sweep:
                     self._make(*taken)
                 else:
                     if not waiting:
-                        self.say(f"waiting for {len(entries)} runs that other processes make")
+                        self.say("waiting: other processes make all that can be made now")
                     time.sleep(WAIT)
                 waiting = not taken
 

@@ -69,13 +69,14 @@ def run_in_processes(sweep: Sweep, processes: int, budget: float = inf, extend: 
     shutil.rmtree(logs, ignore_errors=True)  # of the call before, with its marks of what failed
     logs.mkdir(parents=True, exist_ok=True)
     sweep.say(f"{processes} workers; what they print is in {logs}")
-    with Sigterm(interrupts=True) as stop:
+    with Sigterm(signal.SIGINT) as stop:
         died = _watch(tasks, stop)
     sweep.write()
+    left = f"{sweep.root} is unfinished; {AGAIN}" if sweep.pending() else "every run is done"
     if died:
-        raise WorkerDied(f"{len(died)} of {processes} workers died: {'; '.join(died)}. {AGAIN}")
+        raise WorkerDied(f"{len(died)} of {processes} workers died: {', '.join(died)}; {left}")
     if sweep.pending():
-        raise Preempted(f"{sweep.root} is unfinished; {AGAIN}")
+        raise Preempted(left)
 
 
 def spread(device: str, processes: int, gpus: int) -> list[str]:
@@ -133,7 +134,7 @@ def _obituary(task: Task, code: int) -> str:
     with suppress(ValueError):
         how += f" ({signal.Signals(-code).name})"
     lines = task.log.read_text(errors="replace").splitlines() if task.log.exists() else []
-    print(f"{how} died; the last lines of {task.log}:", file=sys.stderr)
+    print(f"{how} died. The last lines of {task.log}:", file=sys.stderr)
     for line in lines[-TAIL:]:
         print(f"  {line}", file=sys.stderr)
     sys.stderr.flush()

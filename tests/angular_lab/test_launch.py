@@ -1,18 +1,21 @@
 """Sweeps in other processes, through submitit's own local executor."""
 
+import signal
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from angular_lab import experiments, launch
+from angular_lab import build, checkpoint, experiments, launch
 from angular_lab.cli import main
 from angular_lab.experiments import EXPERIMENTS, Experiment, Line, trained_by
-from angular_lab.preemption import WorkerDied
+from angular_lab.preemption import Preempted, WorkerDied
 from angular_lab.rundir import RunDir
+from angular_lab.spec import Spec
 from angular_lab.sweep import Sweep
+from angular_lab.trainer import Trainer
 from tests.angular_lab.runs import tiny
-from tests.angular_lab.sweeps import manifest
+from tests.angular_lab.sweeps import manifest, metrics
 
 
 @pytest.fixture
@@ -52,6 +55,20 @@ def test_jobs_write_the_manifest_of_a_sweep(plan: Experiment, tmp_path: Path) ->
     assert manifest(tmp_path / "jobs") == manifest(tmp_path / "sweep")
 
 
+def test_a_job_is_one_process_with_one_model(
+    plan: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its cool-downs start from memory, with the trunk's model."""
+    cooled = replace(plan, horizons=(4, 8))
+    monkeypatch.setitem(EXPERIMENTS, "small", lambda _: cooled)
+    monkeypatch.setattr(checkpoint, "load", lambda *_: pytest.fail("it read a checkpoint"))
+    made: list[Spec] = []
+    make = build.make_model
+    monkeypatch.setattr(build, "make_model", lambda s, r: made.append(s) or make(s, r))
+    launch.jobs(Sweep(cooled, tmp_path, device="cpu"))[0]()
+    assert len(made) == 1
+
+
 def test_a_job_leaves_a_run_to_who_has_it(plan: Experiment, tmp_path: Path) -> None:
     job = launch.jobs(Sweep(plan, tmp_path, device="cpu"))[0]
     other = RunDir(Sweep(plan, tmp_path).pending()[0].folder)
@@ -59,6 +76,28 @@ def test_a_job_leaves_a_run_to_who_has_it(plan: Experiment, tmp_path: Path) -> N
     with pytest.raises(ValueError, match="is in use by another process"):
         job()
     other.release()
+
+
+def test_a_job_whose_time_is_over_saves_and_goes_on_later(
+    plan: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """submitit warns with SIGUSR2."""
+    there, here = (Sweep(plan, tmp_path / name, device="cpu") for name in ("jobs", "sweep"))
+    update = Trainer.update
+
+    def warned(self: Trainer) -> None:
+        update(self)
+        if self.step == 1:
+            signal.raise_signal(signal.SIGUSR2)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "update", warned)
+        with pytest.raises(Preempted, match="saved at step 2"):
+            launch.jobs(there)[0]()
+    assert manifest(tmp_path / "jobs")["entries"][0]["status"] == "unfinished"
+    there.run()
+    here.run()
+    assert metrics(tmp_path / "jobs") == metrics(tmp_path / "sweep")
 
 
 def test_submitits_local_executor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

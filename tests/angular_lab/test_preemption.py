@@ -30,7 +30,7 @@ def test_an_outer_context_is_told_what_came_within() -> None:
 
 def test_the_first_interrupt_is_a_wish_and_the_second_an_order() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with Sigterm(interrupts=True), Sigterm() as inner:
+    with Sigterm(signal.SIGINT), Sigterm() as inner:
         signal.raise_signal(signal.SIGINT)
         time.sleep(0)  # the one signal raises the other
         assert inner.received
@@ -42,7 +42,7 @@ def test_the_first_interrupt_is_a_wish_and_the_second_an_order() -> None:
 def test_who_ignores_interrupts_goes_on_ignoring_them() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with Sigterm(interrupts=True) as context:
+        with Sigterm(signal.SIGINT) as context:
             signal.raise_signal(signal.SIGINT)
             assert not context.received
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN

@@ -44,7 +44,7 @@ def test_what_another_process_makes_is_left_to_it_and_waited_for(
 
     def say(text: str) -> None:
         said.append(text)
-        if "waiting for 1 runs" in text:
+        if "waiting" in text:
             waiting.set()
 
     sweep.say, sweep.pending = say, lambda: looks.append(1) or look()
