@@ -9,8 +9,8 @@ from pathlib import Path
 from angular_lab.statistics import BestRate
 
 PROCESSES = (
-    "worker processes on this machine; a small model does not fill a large GPU, so 2 to 4 on one "
-    "raise the total throughput, and several GPUs are used in turn"
+    "worker processes on this machine; a small model does not fill a large GPU, so several on one "
+    "raise the total throughput; several GPUs are used in turn"
 )
 
 
