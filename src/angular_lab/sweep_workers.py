@@ -1,7 +1,7 @@
 """A sweep by several processes of this machine, which share its folder and nothing else.
 
 Each is a `Sweep` like the one that runs alone, with a compiled model of its own. The lock of a run
-folder decides who makes which run; a worker that dies leaves its lock, and another goes on with the
+folder decides who makes which run; with a worker dies its lock, and another goes on with the
 run. What workers print goes to files; which runs they take is said here.
 """
 
