@@ -60,10 +60,18 @@ class Models:
         self._kept: tuple[LanguageModel, nn.Module] | None = None
         self.points: dict[Path, Any] = {}  # branch points of the last trunk, by their folders
 
+    def fits(self, spec: Spec) -> bool:
+        """Whether the kept model is of this run's shape."""
+        return self._key[:3] == (spec.model, spec.compile, spec.precision)
+
     def take(self, spec: Spec, ranks: Ranks) -> tuple[LanguageModel, nn.Module]:
         """A model as `make_model` makes it, and what the loop calls."""
         key = (spec.model, spec.compile, spec.precision, ranks.device)
         if ranks.world > 1 or self._kept is None or key != self._key:
+            if self._kept is not None and spec.compile:
+                # Past its limit of shapes torch compiles no more, with a warning that nobody reads.
+                torch.compiler.reset()
+            self._kept = None  # before the next one needs its memory
             model = make_model(spec, ranks)
             self._key, self._kept = key, (model, parallelize(model, spec, ranks))
             return self._kept

@@ -1,18 +1,24 @@
-"""A sweep's runs in other processes: several on this machine, or an array of Slurm jobs.
+"""A sweep's runs as jobs of their own, through submitit: an array of Slurm's, or here.
 
-They write the same folders as `sweep` in one process; a folder's lock keeps two from making the
+They write the same folders and manifest as `sweep`; a folder's lock keeps two from making the
 same run. A round takes what can run now; when it is done, the next one judges on further seeds.
 """
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from angular_lab.experiments import experiment
-from angular_lab.sweep import Entry, Sweep, make_entry, run_entry
+from angular_lab.preemption import Sigterm, WorkerDied
+from angular_lab.rundir import RunDir
+from angular_lab.sweep import Sweep
+from angular_lab.sweep_entries import Entry, make_entry, run_entry
 
 EXECUTORS = ("local", "slurm")
+# submitit sends it before the time is over. Its own handler would leave at once, nothing saved.
+WARNING = signal.SIGUSR2
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,15 @@ class Job:
         plan = experiment(self.experiment, self.scale)
         line = next(line for line in plan.lines if line.label == self.label)
         entry = make_entry(plan, line, self.value, self.seed, self.root, self.data)
-        run_entry(entry, self.device)
+        sweep, run = Sweep(plan, self.root, self.data, self.device), RunDir(entry.folder)
+        run.claim()
+        try:
+            sweep.write()
+            with Sigterm(WARNING):
+                run_entry(entry, run, self.device, models=sweep.models)
+        finally:
+            run.release()
+            sweep.write()
         return str(entry.folder)
 
 
@@ -71,7 +85,26 @@ def submit(
         import submitit
     except ImportError:
         raise ImportError("submitting wants submitit: pip install submitit") from None
-    machine = submitit.AutoExecutor(folder=folder, cluster=executor)
+    try:
+        machine = submitit.AutoExecutor(folder=folder, cluster=executor)
+    except RuntimeError as error:  # no srun
+        why = f"--executor {executor}: {error} --executor local starts them here"
+        raise ValueError(why) from None
     machine.update_parameters(**settings)
     with machine.batch():
         return [machine.submit(job) for job in found]
+
+
+def wait(started: Sequence[Any]) -> list[str]:
+    """The folders that the jobs made, when all have ended. One that failed does not hide the
+    others' results."""
+    folders: list[str] = []
+    failed: list[str] = []
+    for job in started:
+        if error := job.exception():
+            failed.append(f"job {job.job_id} failed, see {job.paths.stderr}:\n{error}")
+        else:
+            folders.append(job.result())
+    if failed:
+        raise WorkerDied("\n".join(failed))
+    return folders
