@@ -73,7 +73,7 @@ def make_entry(
 ) -> Entry:
     spec = override(line.spec, [f"{line.axis}={value!r}"])
     spec = replace(spec, seed=seed, steps=experiment.horizons[-1], data=data or spec.data)
-    content = json.dumps([spec.to_dict(), experiment.horizons], sort_keys=True)
+    content = json.dumps([spec.distinct(), experiment.horizons], sort_keys=True)
     label = "".join(c if c.isalnum() else "-" for c in line.label).strip("-")
     short = hashlib.sha256(content.encode()).hexdigest()[:8]
     name = f"{label}-{line.axis.rpartition('.')[2]}{value:g}-seed{seed}-{short}"

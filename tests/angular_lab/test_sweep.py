@@ -16,6 +16,7 @@ from angular_lab.preemption import Preempted
 from angular_lab.ranks import start_ranks
 from angular_lab.rundir import RunDir
 from angular_lab.runs import train
+from angular_lab.spec import Spec
 from angular_lab.sweep import Sweep
 from angular_lab.sweep_entries import make_entry
 from tests.angular_lab.runs import lines
@@ -177,6 +178,13 @@ def test_a_run_of_the_model_at_hand_comes_first(data: Path, tmp_path: Path) -> N
     assert [name.partition("-lr")[0] for name in said] == ["wide"] * 2 + [
         "angular-muown--kappa---1"
     ] * 2
+
+
+def test_a_setting_at_its_default_leaves_no_mark_in_a_name() -> None:
+    """So that a setting that is added later does not rename the runs that are there."""
+    assert Spec().distinct() == {}
+    spec = replace(Spec(), steps=7, optim=replace(Spec().optim, lr=0.5))
+    assert spec.distinct() == {"steps": 7, "optim": {"lr": 0.5}}
 
 
 def test_folders_are_named_by_what_is_in_them(data: Path, tmp_path: Path) -> None:
