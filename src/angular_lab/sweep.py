@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from angular_lab.build import Models
-from angular_lab.experiments import Experiment, Line
+from angular_lab.experiment_plan import Experiment, Line
 from angular_lab.preemption import Preempted, Sigterm
 from angular_lab.rundir import RunDir, alone, write_atomically
 from angular_lab.statistics import BestRate, best_rate

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from angular_lab.build import Models
-from angular_lab.experiments import Experiment, Line
+from angular_lab.experiment_plan import Experiment, Line
 from angular_lab.health import NotFinite
 from angular_lab.overrides import override
 from angular_lab.rundir import RunDir, write_atomically

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from angular_lab.experiments import Experiment
+from angular_lab.experiment_plan import Experiment
 from angular_lab.preemption import PREEMPTED, Preempted, Sigterm, WorkerDied
 from angular_lab.prepare import cores
 from angular_lab.sweep import AGAIN, WAIT, Sweep

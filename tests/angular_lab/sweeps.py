@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from angular_lab.experiments import Experiment, Line, trained_by
+from angular_lab.experiment_plan import Experiment, Line, trained_by
 from angular_lab.sweep import Sweep
 from angular_lab.sweep_workers import run_in_processes
 from tests.angular_lab.runs import tiny

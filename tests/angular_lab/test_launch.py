@@ -8,7 +8,8 @@ import pytest
 
 from angular_lab import build, checkpoint, experiments, launch
 from angular_lab.cli import main
-from angular_lab.experiments import EXPERIMENTS, Experiment, Line, trained_by
+from angular_lab.experiment_plan import Experiment, Line, trained_by
+from angular_lab.experiments import EXPERIMENTS
 from angular_lab.preemption import Preempted, WorkerDied
 from angular_lab.rundir import RunDir
 from angular_lab.spec import Spec

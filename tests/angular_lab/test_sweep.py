@@ -11,7 +11,8 @@ import torch
 from angular_lab import checkpoint, sweep_entries
 from angular_lab.cli import main
 from angular_lab.cost import cost, listing
-from angular_lab.experiments import EXPERIMENTS, SCALES, experiment
+from angular_lab.experiment_plan import SCALES
+from angular_lab.experiments import EXPERIMENTS, experiment
 from angular_lab.preemption import Preempted
 from angular_lab.ranks import start_ranks
 from angular_lab.rundir import RunDir
