@@ -70,7 +70,8 @@ def test_the_same_run_twice_is_the_same_to_the_bit(tmp_path, compiled) -> None:
 @pytest.mark.parametrize("micro", [0, 6])  # 16 sequences: all at once; 6, 6 and 4
 def test_recorded_passes_are_plain_ones_to_the_bit(tmp_path, monkeypatch, micro) -> None:
     base = replace(recipe("nano"), steps=16, eval_every=8, precision="bf16", micro_batch=micro)
-    spec = replace(base, save_every=0, angle_every=4, batch=16, compile=True)
+    model = replace(base.model, width=256, heads=4, mlp=512)  # so that the fused step covers it
+    spec = replace(base, save_every=0, angle_every=4, batch=16, compile=True, model=model)
     monkeypatch.setattr(LanguageModel, "recordable", True)
     made = []
     recorded = passes._Recorded

@@ -213,9 +213,10 @@ def test_a_measured_step_copies_no_weights() -> None:
 
 def test_a_second_optimizer_compiles_nothing() -> None:
     """Nor does another number of matrices of a known shape, another lr or another step."""
-    from angular_muown.kernels import after, before, norms, symmetric
+    from angular_muown.kernels import after, apply, before, norms, symmetric
 
     kernels = [before.before_kernel, after.after_kernel, symmetric.symmetric_kernel]
+    kernels += [apply.apply_kernel]
     kernels += [norms.scales_kernel, norms.normalize_kernel]
     kernels += [norms.squares_kernel, norms.second_moment_kernel]
 

@@ -41,8 +41,12 @@ def _hash(x):
 
 
 @triton.jit
-def _rounded(X, row, column, seed, TYPE: tl.constexpr):
-    """Stochastic rounding to a 16-bit type: the noise of angular_muown.rounding, bit for bit."""
+def _rounded(X, row, column, numbers, NOISE: tl.constexpr, TYPE: tl.constexpr):
+    """To the weight's type; with NOISE, stochastically to a 16-bit one: the noise of
+    angular_muown.rounding, bit for bit."""
+    if not NOISE:
+        return X.to(TYPE)
+    seed = tl.load(numbers + SEED).to(tl.uint32, bitcast=True)
     noise = _hash(_hash(row.to(tl.uint32) + seed)[:, None] + column.to(tl.uint32)[None, :])
     bits = X.to(tl.uint32, bitcast=True)
     if TYPE == tl.bfloat16:
@@ -55,6 +59,12 @@ def _rounded(X, row, column, seed, TYPE: tl.constexpr):
         even = tl.floor(X * 16777216.0 + (noise & 0xFFFF).to(tl.float32) / 65536.0) / 16777216.0
         value = tl.where(tl.abs(X) < 6.103515625e-05, even, value)
     return value.to(TYPE)
+
+
+@triton.jit
+def _moment(table, matrix, which: tl.constexpr, row, in_rows):
+    at = state_at(table, matrix, which, row)
+    return at, tl.load(at, mask=in_rows, other=0.0)
 
 
 @triton.jit
@@ -147,11 +157,9 @@ def after_kernel(
     in_rows = row < m
     lines = stats + matrix * m + row
     if CHART != FLAT and RADIUS != FIXED:  # asked for first: they need not wait for the rows
-        first = state_at(table, matrix, EXP_AVG, row)
-        second = state_at(table, matrix, EXP_AVG_SQ, row)
         r = tl.load(lines + RADIAL * count * m, mask=in_rows, other=0.0)
-        past = tl.load(first, mask=in_rows, other=0.0)
-        square = tl.load(second, mask=in_rows, other=0.0)
+        first, past = _moment(table, matrix, EXP_AVG, row, in_rows)
+        second, square = _moment(table, matrix, EXP_AVG_SQ, row, in_rows)
     W = read(table, matrix, WEIGHT, place, inside, W_TYPE)
     step = tl.load(work + matrix * stride + own, mask=inside, other=0.0).to(tl.float32)
     step = step * (tl.load(numbers + STEP) * scale)
@@ -172,11 +180,7 @@ def after_kernel(
         if RADIUS == ADAM:
             _turn_momentum(table, matrix, (length < 0.0) & in_rows, place, inside, M_TYPE)
     weight = address(table, matrix, WEIGHT, W_TYPE, 16)
-    if NOISE:
-        seed = tl.load(numbers + SEED).to(tl.uint32, bitcast=True)
-        stored = _rounded(new, row, column, seed, W_TYPE)
-    else:
-        stored = new.to(W_TYPE)
+    stored = _rounded(new, row, column, numbers, NOISE, W_TYPE)
     tl.store(weight + place, stored, mask=inside)
     if OBSERVED:
         tl.store(lines + CHORD * count * m, _chord(W, stored.to(tl.float32)), mask=in_rows)
