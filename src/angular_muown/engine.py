@@ -219,8 +219,8 @@ class Engine(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Like every torch optimizer, takes over the groups' values from the state dict; where
-        that changes kappa, a warning shows both values. State of another member, algorithm or cut
-        is refused. State keeps the dtypes it was saved in."""
+        that changes the method or kappa, a warning shows both values. State of another member,
+        algorithm or cut is refused. State keeps the dtypes it was saved in."""
         self.release()
         own = [{key: group[key] for key in capture.OWN} for group in self.param_groups]
         load_keeping_dtypes(self, super().load_state_dict, state_dict)

@@ -5,7 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from angular_muown.stages.charts import Rows, nonzero, normalize_rows, tangent_part
+from angular_muown.stages.charts import (
+    Rows,
+    nonzero,
+    normalize_rows,
+    tangent_part,
+    without_rounding,
+)
 
 
 def frobenius(X: Tensor) -> Tensor:
@@ -30,12 +36,18 @@ class UnitNorm:
 
 
 class UnitTangents:
-    """Rows of Q's tangent part at unit length; a row without one stays without."""
+    """Rows of Q's tangent part at unit length; a row without one stays without.
+
+    None is what the rounding of Q, n units of its dtype, could make of a row along U_i. Iterations
+    in bf16, on a GPU, round Q to 1e-2 of a row: there a row of Q along U_i gets a direction from
+    rounding. Rows of Q that are zero are exact in every dtype; they have neither gradient nor
+    momentum beside their own direction.
+    """
 
     rows = ()
 
     def __call__(self, Q: Tensor, U: Tensor, rows: Rows) -> Tensor:
-        return normalize_rows(tangent_part(Q, U))
+        return normalize_rows(without_rounding(tangent_part(Q, U), Q, Q.shape[-1]))
 
 
 @dataclass(frozen=True)

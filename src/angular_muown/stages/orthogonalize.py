@@ -53,13 +53,17 @@ def gram(X: Tensor) -> Tensor:
 def svd(X: Tensor) -> Tensor:
     """U V^T from the singular value decomposition: exact, in float32 or float64.
 
-    Directions below the rounding error of the largest singular value are noise and give zero.
+    Directions below the rounding error of the largest singular value are noise and give zero. So
+    are rows and columns that this error hides: empty ones stay empty, as in the iterations.
     """
     X_unit = unit(X, 1.0)
     U, S, Vh = torch.linalg.svd(X_unit, full_matrices=False)
-    noise = S[..., :1] * max(X.shape[-2:]) * torch.finfo(S.dtype).eps
-    kept = (S > noise).to(S.dtype).unsqueeze(-2)
-    return ((U * kept) @ Vh).to(X.dtype)
+    error = S[..., :1] * torch.finfo(S.dtype).eps
+    kept = (S > max(X.shape[-2:]) * error).to(S.dtype).unsqueeze(-2)
+    seen = [
+        torch.linalg.vector_norm(X_unit, dim=d, keepdim=True) > error[..., None] for d in (-1, -2)
+    ]
+    return ((U * kept) @ Vh * seen[0] * seen[1]).to(X.dtype)
 
 
 ORTHOGONALIZERS: dict[str, Callable[[Tensor], Tensor]] = {
