@@ -80,8 +80,14 @@ class Entry:
         """At the longest horizon; infinite where training broke down."""
         if self.diverged:
             return inf
-        lines = RunDir(self.ends[self.horizons[-1]]).read_metrics()
-        return next(line["val_loss"] for line in reversed(lines) if "val_loss" in line)
+        run = RunDir(self.ends[self.horizons[-1]])
+        for line in reversed(run.read_metrics()):
+            if "val_loss" in line:
+                return line["val_loss"]
+        raise ValueError(
+            f"{run.path} is done, but its metrics.jsonl has no val_loss: remove the folder, and "
+            "the run is made again; eval_every must not be 0"
+        )
 
     def described(self) -> dict[str, Any]:
         """As the manifest has it."""

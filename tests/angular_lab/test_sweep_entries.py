@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from angular_lab.rundir import RunDir
 from angular_lab.sweep import Sweep
 from angular_lab.sweep_entries import Entry
 from tests.angular_lab.sweeps import small
@@ -94,3 +95,15 @@ def test_a_sweep_stops_there(entry: Entry, stored: Any, data: Path) -> None:
     stored(entry.ends[entry.horizons[-1]], lambda spec: spec.update(clip=3.0))
     with pytest.raises(ValueError, match=r"clip=3.0"):
         Sweep(plan, entry.folder.parent, device="cpu").run()
+
+
+def test_a_finished_run_without_an_evaluation(entry: Entry) -> None:
+    run = RunDir(entry.ends[entry.horizons[-1]])
+    assert entry.loss > 0
+    text = run.metrics_path.read_text()
+    run.metrics_path.write_text('{"step": 1, "loss": 2.0}\n')
+    try:
+        with pytest.raises(ValueError, match=rf"{run.path} .*no val_loss"):
+            _ = entry.loss
+    finally:
+        run.metrics_path.write_text(text)
