@@ -1,5 +1,6 @@
 """From a spec to a model, its optimizer and its learning rate."""
 
+import gc
 import inspect
 import os
 from pathlib import Path
@@ -71,7 +72,9 @@ class Models:
             if self._kept is not None and spec.compile:
                 # Past its limit of shapes torch compiles no more, with a warning that nobody reads.
                 torch.compiler.reset()
-            self._kept = None  # before the next one needs its memory
+            if self._kept is not None:
+                self._kept = None
+                gc.collect()  # torch's state dicts leave cycles; the next one needs the memory
             model = make_model(spec, ranks)
             self._key, self._kept = key, (model, parallelize(model, spec, ranks))
             return self._kept

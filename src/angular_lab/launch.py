@@ -5,15 +5,15 @@ same run. A round takes what can run now; when it is done, the next one judges o
 """
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from angular_lab.experiments import experiment
-from angular_lab.preemption import Sigterm, WorkerDied
+from angular_lab.preemption import Preempted, Sigterm, WorkerDied
 from angular_lab.rundir import RunDir
-from angular_lab.sweep import Sweep
+from angular_lab.sweep import AGAIN, Sweep
 from angular_lab.sweep_entries import Entry, make_entry, run_entry
 
 EXECUTORS = ("local", "slurm")
@@ -41,9 +41,10 @@ class Job:
         sweep, run = Sweep(plan, self.root, self.data, self.device), RunDir(entry.folder)
         run.claim()
         try:
-            sweep.write()
-            with Sigterm(WARNING):
-                run_entry(entry, run, self.device, models=sweep.models)
+            if not entry.done:  # somebody may have made it since the job was submitted
+                sweep.write()
+                with Sigterm(WARNING):
+                    run_entry(entry, run, self.device, models=sweep.models)
         finally:
             run.release()
             sweep.write()
@@ -75,8 +76,16 @@ def described(found: Sequence[Job], settings: dict[str, Any]) -> str:
     return "\n".join([*lines, f"{len(found)} jobs; {chosen}"])
 
 
+def attempt(job: Callable[[], str]) -> str | Preempted:
+    """What a job raises reaches `wait` as a text; that it saved and left is told by a value."""
+    try:
+        return job()
+    except Preempted as stopped:
+        return stopped
+
+
 def submit(
-    found: Sequence[Job], folder: Path, executor: str, settings: dict[str, Any]
+    found: Sequence[Callable[[], str]], folder: Path, executor: str, settings: dict[str, Any]
 ) -> list[Any]:
     """Start the jobs through submitit; `settings` are its parameters (slurm_partition, ...)."""
     if executor not in EXECUTORS:
@@ -92,19 +101,29 @@ def submit(
         raise ValueError(why) from None
     machine.update_parameters(**settings)
     with machine.batch():
+        if executor == "local":
+            return [machine.submit(attempt, job) for job in found]
+        # Nobody waits for them, and Slurm should not call a run that is not finished COMPLETED.
         return [machine.submit(job) for job in found]
 
 
 def wait(started: Sequence[Any]) -> list[str]:
     """The folders that the jobs made, when all have ended. One that failed does not hide the
-    others' results."""
+    others' results; where none did, those that saved and left raise Preempted."""
     folders: list[str] = []
     failed: list[str] = []
+    saved: list[str] = []
     for job in started:
         if error := job.exception():
             failed.append(f"job {job.job_id} failed, see {job.paths.stderr}:\n{error}")
+        elif isinstance(result := job.result(), Preempted):
+            saved.append(f"job {job.job_id} saved its run and left")
         else:
-            folders.append(job.result())
+            folders.append(result)
+    if saved:
+        saved.append(f"{len(saved)} of {len(started)} jobs are unfinished; {AGAIN}")
     if failed:
-        raise WorkerDied("\n".join(failed))
+        raise WorkerDied("\n".join([*failed, *saved]))
+    if saved:
+        raise Preempted("\n".join(saved))
     return folders

@@ -62,6 +62,7 @@ class RunDir:
             try:
                 lock = open(path, "w")  # noqa: SIM115  (held for the process's life)
             except FileNotFoundError:  # one that let go just removed the folder
+                _check_links(path)  # or it can never be made
                 continue
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -161,6 +162,16 @@ def _parse_lines(path: Path) -> list[dict[str, Any]]:
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}, line {number} is no JSON: {error}") from None
     return lines
+
+
+def _check_links(path: Path) -> None:
+    """A link that leads nowhere is there for mkdir, and is not there for open."""
+    for place in (path, *path.parents):
+        if place.is_symlink() and not place.exists():
+            raise ValueError(
+                f"{place} is a link to {os.readlink(place)}, which is not there: make that "
+                "folder, or remove the link"
+            )
 
 
 def _is_open(file: IO[str], path: Path) -> bool:

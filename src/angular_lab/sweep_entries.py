@@ -6,18 +6,27 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from angular_lab.build import Models
 from angular_lab.experiment_plan import Experiment, Line
 from angular_lab.health import NotFinite
-from angular_lab.overrides import override
+from angular_lab.overrides import keys, override
 from angular_lab.rundir import RunDir, write_atomically
 from angular_lab.runs import branch_spec, train, trunk_spec
 from angular_lab.spec import Spec
 
 DIVERGED = "DIVERGED"
+# What may differ between an entry and its finished folders: what trunks and cool-downs set
+# themselves (the name holds the horizons), and what no loss depends on. A new setting counts.
+FREE = {
+    "recipe", "steps", "micro_batch", "eval_every", "save_every", "keep", "pins", "log_every",
+    "angle_every", "compile", "deterministic", "parallel", "loggers", "parent", "parent_step",
+    "schedule.kind", "schedule.decay_steps",
+}  # fmt: skip
+COMPARED = {key: attrgetter(key) for key in keys(Spec()) if key not in FREE}
 
 
 @dataclass(frozen=True)
@@ -44,15 +53,41 @@ class Entry:
 
     @property
     def done(self) -> bool:
-        return self.diverged or all(RunDir(folder).done for folder in self.ends.values())
+        """Raises ValueError where a finished folder holds another run than this one."""
+        if self.diverged:
+            if RunDir(self.folder).started:
+                self._check(self.folder)
+            return True
+        if not all(RunDir(folder).done for folder in self.ends.values()):
+            return False  # training compares what it goes on with
+        for folder in self.ends.values():
+            self._check(folder)
+        return True
+
+    def _check(self, folder: Path) -> None:
+        """Names leave defaults out, so that new settings rename nothing. The price: when a default
+        changes, a run that was made under the old one has the name of one under the new."""
+        stored = RunDir(folder).read_spec()
+        for key, get in COMPARED.items():
+            if get(stored) != get(self.spec):
+                raise ValueError(
+                    f"{folder} was made with {key}={get(stored)!r}, and this sweep wants "
+                    f"{get(self.spec)!r}: choose another --out, or remove the folder"
+                )
 
     @property
     def loss(self) -> float:
         """At the longest horizon; infinite where training broke down."""
         if self.diverged:
             return inf
-        lines = RunDir(self.ends[self.horizons[-1]]).read_metrics()
-        return next(line["val_loss"] for line in reversed(lines) if "val_loss" in line)
+        run = RunDir(self.ends[self.horizons[-1]])
+        for line in reversed(run.read_metrics()):
+            if "val_loss" in line:
+                return line["val_loss"]
+        raise ValueError(
+            f"{run.path} is done, but its metrics.jsonl has no val_loss: remove the folder, and "
+            "the run is made again; eval_every must not be 0"
+        )
 
     def described(self) -> dict[str, Any]:
         """As the manifest has it."""

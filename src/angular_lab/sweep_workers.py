@@ -27,7 +27,7 @@ from angular_lab.preemption import PREEMPTED, Preempted, Sigterm, WorkerDied
 from angular_lab.prepare import cores
 from angular_lab.sweep import AGAIN, WAIT, Sweep
 
-FOLDER = "workers"  # with a folder for each machine that works on the sweep
+FOLDER = "workers"  # with a folder for each machine that works on the sweep, and call on it
 TAIL = 12  # lines of a dead worker's output
 # spawn: CUDA and torch's threads do not survive a fork. Not a subprocess of the command line: an
 # experiment is passed as the value it is, and waiting for several ends comes with the library.
@@ -46,10 +46,12 @@ class Task:
     until: float  # on the monotonic clock, which the processes of a machine share
     extend: int
     threads: int  # on the CPU; 0: as torch likes
+    owner: int  # the process that started it
 
     @property
     def log(self) -> Path:
-        return self.root / FOLDER / platform.node() / f"worker{self.number}.log"
+        here = self.root / FOLDER / platform.node()
+        return here / str(self.owner) / f"worker{self.number}.log"
 
 
 def run_in_processes(sweep: Sweep, processes: int, budget: float = inf, extend: int = 0) -> None:
@@ -62,11 +64,11 @@ def run_in_processes(sweep: Sweep, processes: int, budget: float = inf, extend: 
     if not sweep.pending():
         return
     plan = (sweep.experiment, sweep.root, sweep.data)
-    threads = _threads(processes, sweep.device)
+    common = (until, extend, _threads(processes, sweep.device), os.getpid())
     devices = spread(sweep.device, processes, torch.cuda.device_count())
-    tasks = [Task(i, *plan, device, until, extend, threads) for i, device in enumerate(devices)]
+    tasks = [Task(i, *plan, device, *common) for i, device in enumerate(devices)]
     logs = tasks[0].log.parent
-    shutil.rmtree(logs, ignore_errors=True)  # of the call before, with its marks of what failed
+    _clear(logs.parent)
     logs.mkdir(parents=True, exist_ok=True)
     sweep.say(f"{processes} workers; what they print is in {logs}")
     with Sigterm(signal.SIGINT) as stop:
@@ -77,6 +79,24 @@ def run_in_processes(sweep: Sweep, processes: int, budget: float = inf, extend: 
         raise WorkerDied(f"{len(died)} of {processes} workers died: {', '.join(died)}; {left}")
     if sweep.pending():
         raise Preempted(left)
+
+
+def _clear(machine: Path) -> None:
+    """Remove logs and marks of what failed of calls that are over; others may be at work."""
+    for folder in machine.glob("*"):
+        if folder.name.isdigit() and not _is_another(int(folder.name)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_another(process: int) -> bool:
+    """Whether there is such a process, and it is not this one."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return process != os.getpid()
 
 
 def spread(device: str, processes: int, gpus: int) -> list[str]:

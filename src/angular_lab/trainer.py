@@ -1,6 +1,7 @@
 """The training loop: batch, step, evaluate, log, save."""
 
 import time
+from contextlib import closing
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any
@@ -69,9 +70,11 @@ class Trainer:
         self.monitor.read()  # loading takes a step for show, which it measured
 
     def train(self) -> None:
-        """Take the remaining steps. The loop is the whole story."""
+        """Take the remaining steps, once. The loop is the whole story."""
         self.progress.start(self.step)
-        with Sigterm() as sigterm, self.progress, self.prefetch() as batches:
+        # Optimizer and monitor hold each other until it is closed; then all is free at once.
+        monitor = closing(self.monitor)
+        with monitor, Sigterm() as sigterm, self.progress, self.prefetch() as batches:
             for tokens, targets in batches:
                 loss = self.forward_backward(tokens, targets)
                 if self.is_finite(tokens, targets):

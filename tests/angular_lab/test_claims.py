@@ -72,3 +72,18 @@ def test_what_began_stays(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is in use by another process"):
         RunDir(run.path).claim()
     run.release()
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("place", ["run", "run/inner", "run/a/b"])
+def test_a_link_that_leads_nowhere_is_named(tmp_path: Path, place: str) -> None:
+    """It is there and cannot be made: waiting for it would have no end."""
+    (tmp_path / "run").symlink_to(tmp_path / "unmounted" / "disk")
+    wanted = rf"{tmp_path / 'run'} is a link to {tmp_path / 'unmounted' / 'disk'}, .*not there"
+    with pytest.raises(ValueError, match=wanted):
+        RunDir(tmp_path / place).try_claim()
+    assert not (tmp_path / "unmounted").exists()
+    (tmp_path / "unmounted" / "disk").mkdir(parents=True)
+    run = RunDir(tmp_path / place)
+    assert run.try_claim()
+    run.release()

@@ -3,6 +3,7 @@
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,6 +80,26 @@ def test_a_job_leaves_a_run_to_who_has_it(plan: Experiment, tmp_path: Path) -> N
     other.release()
 
 
+@pytest.mark.parametrize("how", ["done", "diverged"])
+def test_a_job_does_not_make_what_another_finished_since(
+    plan: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Between submitting and starting, a sweep may have come by."""
+    sweep = Sweep(plan, tmp_path, device="cpu")
+    job, entry = launch.jobs(sweep)[0], sweep.pending()[0]
+    if how == "done":
+        job()
+    else:
+        entry.folder.mkdir(parents=True)
+        (entry.folder / "DIVERGED").touch()
+    monkeypatch.setattr(launch, "run_entry", lambda *_, **__: pytest.fail("it trained"))
+    assert job() == str(entry.folder)
+    assert manifest(tmp_path)["entries"][0]["status"] == how
+    again = RunDir(entry.folder)
+    assert again.try_claim(), "it was let go"
+    again.release()
+
+
 def test_a_job_whose_time_is_over_saves_and_goes_on_later(
     plan: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,6 +136,44 @@ def test_submitits_local_executor(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     folder = launch.wait(started[1:])[0]
     assert RunDir(folder).done
     assert [e["status"] for e in manifest(tmp_path / "runs")["entries"]] == ["done"]
+
+
+def test_a_job_that_saved_and_left_is_not_dead(tmp_path: Path) -> None:
+    """In processes of submitit's: what they raise comes back as text only."""
+
+    def saved() -> str:
+        raise Preempted("saved at step 2; go on with --resume auto")
+
+    def broken() -> str:
+        try:
+            saved()
+        finally:
+            raise OSError("the disk is full")
+
+    started = launch.submit([saved, lambda: "made"], tmp_path, "local", {"timeout_min": 5})
+    wanted = r"job \d+ saved its run.*1 of 2 jobs.*the same command goes on"
+    with pytest.raises(Preempted, match=f"(?s){wanted}"):
+        launch.wait(started)
+    started += launch.submit([broken], tmp_path, "local", {"timeout_min": 5})
+    with pytest.raises(WorkerDied, match=r"(?s)job \d+ failed, see .*disk is full.*saved its run"):
+        launch.wait(started)
+
+
+def test_submit_leaves_like_a_job_that_saved(
+    plan: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    class Started:
+        job_id = "7"
+
+        def exception(self) -> None:
+            return None
+
+        def result(self) -> Preempted:
+            return Preempted("saved at step 2")
+
+    monkeypatch.setattr(launch, "submit", lambda *_: [Started()])
+    assert main(["submit", "small", "--out", str(tmp_path), "--executor", "local"]) == 75
+    assert "the same command goes on" in capsys.readouterr().err
 
 
 def test_a_dry_run_says_what_would_be_done(

@@ -1,5 +1,8 @@
 """`sweep --processes N`: what a user types and sees, and where workers are put."""
 
+import os
+import platform
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +74,41 @@ def test_each_worker_gets_its_gpu(
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     assert start_ranks(tasks[1].device).device == torch.device("cuda", 1)
     assert current == [torch.device("cuda", 1)]
+
+
+def test_a_second_call_leaves_the_first_ones_logs_and_marks(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of calls that are over go."""
+    monkeypatch.setattr(sweep_workers, "_watch", lambda *_: [])
+    here = tmp_path / "workers" / platform.node()
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    with subprocess.Popen(["sleep", "600"]) as alive:
+        try:
+            for number in (alive.pid, gone.pid, os.getpid()):
+                (here / str(number)).mkdir(parents=True)
+                (here / str(number) / "worker0.log").write_text("step 1")
+                (here / str(number) / "adamw.failed").touch()
+            with pytest.raises(Preempted):
+                run_in_processes(Sweep(small(data), tmp_path), 2)
+        finally:
+            alive.kill()
+    assert {path.name for path in here.iterdir()} == {str(alive.pid), str(os.getpid())}
+    kept = {path.name for path in (here / str(alive.pid)).iterdir()}
+    assert kept == {"worker0.log", "adamw.failed"}
+    assert not list((here / str(os.getpid())).iterdir()), "a call before, by this process"
+
+
+def test_the_logs_of_a_call_are_its_own(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks: list[Any] = []
+    monkeypatch.setattr(sweep_workers, "_watch", lambda found, _: tasks.extend(found) or [])
+    with pytest.raises(Preempted):
+        run_in_processes(Sweep(small(data), tmp_path), 2)
+    folder = tmp_path / "workers" / platform.node() / str(os.getpid())
+    assert [task.log for task in tasks] == [folder / "worker0.log", folder / "worker1.log"]
 
 
 def test_cores_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:

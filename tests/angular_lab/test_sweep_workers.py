@@ -45,7 +45,7 @@ def workers() -> dict[str, int]:
 
 
 def log(root: Path, number: int) -> str:
-    (path,) = root.glob(f"workers/*/worker{number}.log") or [None]
+    (path,) = root.glob(f"workers/*/*/worker{number}.log") or [None]
     return path.read_text() if path else ""
 
 
@@ -58,7 +58,7 @@ def at_work(root: Path, *numbers: int) -> Callable[[], bool]:
     """Whether each of these workers is some steps into its first run."""
 
     def check() -> bool:
-        if len(list(root.glob("workers/*/worker*.log"))) < 2:
+        if len(list(root.glob("workers/*/*/worker*.log"))) < 2:
             return False
         return all(log(root, number).count("\nstep ") > 5 for number in numbers)
 
