@@ -116,7 +116,7 @@ def _threads(processes: int, device: str) -> int:
 def _watch(tasks: list[Task], stop: Sigterm) -> list[str]:
     """Start all and wait for their ends; pass a signal on. Who died, and how."""
     running: dict[Any, Task] = {}
-    died: list[str] = []
+    died: dict[int, str] = {}
     asked = False
     try:
         # Ctrl-C reaches all processes of a terminal: they are born deaf to it, and get SIGTERM.
@@ -135,12 +135,12 @@ def _watch(tasks: list[Task], stop: Sigterm) -> list[str]:
             for process in [process for process in running if not process.is_alive()]:
                 task = running.pop(process)
                 if not _is_clean(process.exitcode, asked):
-                    died.append(_obituary(task, process.exitcode))
+                    died[task.number] = _obituary(task, process.exitcode)
     finally:  # nothing is left running, whatever happened here
         for process in running:
             process.kill()
             process.join()
-    return died
+    return [died[number] for number in sorted(died)]  # not as the clock had it
 
 
 def _is_clean(code: int, asked: bool) -> bool:
