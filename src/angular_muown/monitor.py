@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from angular_muown.engine import ENGINE_DEFAULTS, Engine
 from angular_muown.placement import whole
 from angular_muown.roles import hidden_matrices
-from angular_muown.stages.charts import chord_angle, nonzero, normalize_rows, row_norm
-from angular_muown.stages.normalize import frobenius
+from angular_muown.stages.charts import chord_angle, nonzero, normalize_rows
+from angular_muown.stages.sums import frobenius, row_norm
 from angular_muown.views import Layout
 
 

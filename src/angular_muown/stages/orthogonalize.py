@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from angular_muown.stages.charts import nonzero
-from angular_muown.stages.normalize import frobenius
+from angular_muown.stages.sums import WHOLE, Whole
 
 Triple = tuple[float, float, float]
 
@@ -82,12 +82,12 @@ def iteration_dtype(X: Tensor) -> torch.dtype:
     return torch.float32 if X.device.type == "cpu" else torch.bfloat16
 
 
-def unit(X: Tensor, margin: float) -> Tensor:
+def unit(X: Tensor, margin: float, sums: Whole = WHOLE) -> Tensor:
     """X / (margin |X|_F) in at least float32. The largest entry is taken out first: squares of
     1e-30 or 1e30 would leave the range of float32."""
     X = X.to(torch.promote_types(X.dtype, torch.float32))
-    X = X / nonzero(X.abs().amax(dim=(-2, -1), keepdim=True))
-    return X / nonzero(margin * frobenius(X))
+    X = X / nonzero(sums.largest(X))
+    return X / nonzero(margin * sums.frobenius(X))
 
 
 def _on_short_side(X: Tensor, iterate: Callable[[Tensor], Tensor], margin: float) -> Tensor:
