@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from angular_muown.views import Layout
+from angular_muown.layout import Layout
 
 StateDict = dict[str, Any]
 SHAPED_LIKE_WEIGHT = ("momentum_buffer", "master")

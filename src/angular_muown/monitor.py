@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from angular_muown.engine import ENGINE_DEFAULTS, Engine
+from angular_muown.engine import Engine
+from angular_muown.groups import ENGINE_DEFAULTS
+from angular_muown.layout import Layout
 from angular_muown.placement import whole
 from angular_muown.roles import hidden_matrices
 from angular_muown.stages.charts import chord_angle, nonzero, normalize_rows
 from angular_muown.stages.sums import frobenius, row_norm
-from angular_muown.views import Layout
 
 
 def row_angles(before: Tensor, after: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ a function in a group would break `torch.load(weights_only=True)`.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, Self
 
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from angular_muown.stages.normalize import AsIs, RowSecondMoment
 from angular_muown.stages.orthogonalize import ORTHOGONALIZERS
 from angular_muown.stages.radius import RADII, Fixed
 from angular_muown.stages.scale import SCALES
+from angular_muown.stages.sums import WHOLE, Whole
 from angular_muown.stages.tangent import Polar, free
 
 # Parameters with their number of matrices; U before the step and Q, (count, m, n), of all of them;
@@ -24,10 +25,12 @@ Observer = Callable[[Sequence[tuple[Tensor, int]], Tensor, Tensor, Tensor | None
 
 class Stage(Protocol):
     """`rows` names the vectors that a stage keeps between steps; they start at zero. A name says
-    what the vector has entries for: rows, or else columns or matrices (see `views.spans`)."""
+    what the vector has entries for: rows, or else columns or matrices (see `layout.spans`)."""
 
     @property
     def rows(self) -> tuple[str, ...]: ...
+
+    def over(self, sums: Whole) -> Self: ...
 
 
 class Chart(Stage, Protocol):
@@ -56,6 +59,14 @@ class Recipe:
     radius: Radius = field(default_factory=Fixed)
     kappa: float | Tensor = 1.0  # the angular multiplier at this step
     tangent: Callable[[Polar, Tensor, Tensor], Tensor] = free
+
+    def over(self, sums: Whole) -> "Recipe":
+        """The same, for matrices whose sums are taken by `sums`."""
+        if sums is WHOLE:
+            return self
+        stages = (self.chart, self.normalize, self.radius)
+        chart, normalize, radius = (stage.over(sums) for stage in stages)
+        return replace(self, chart=chart, normalize=normalize, radius=radius)
 
     @property
     def rows(self) -> tuple[str, ...]:

@@ -48,7 +48,7 @@ class UnitTangents(Summing):
         return normalize_rows(without_rounding(T, Q, terms, self.sums), self.sums)
 
 
-@dataclass(frozen=True)
+@dataclass
 class RowSecondMoment(Summing):
     """NorMuon (arXiv 2510.05491): v <- beta v + (1 - beta) mean(Q_i^2); Q_i / sqrt(v_i), then the
     Frobenius norm that Q had. No bias correction: the restored norm cancels a common factor."""

@@ -1,7 +1,6 @@
 """Radius rules: how the row lengths g, or other sizes of a weight, follow their gradient r."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -35,10 +34,9 @@ def forget_at_zero(g: Tensor, rows: Rows) -> None:
     rows["exp_avg"] = torch.where(g == 0, torch.zeros_like(g), rows["exp_avg"])
 
 
-@dataclass(frozen=True)
 class ByAdam(Summing):
-    betas: tuple[float, float]
-    eps: float
+    def __init__(self, betas: tuple[float, float], eps: float) -> None:
+        self.betas, self.eps = betas, eps
 
 
 class Adam(ByAdam):

@@ -5,7 +5,8 @@ A stage asks its `sums` for every total of more than one entry, and for the side
 (`Parts` in exchange.py). So a stage is written once, for whole matrices.
 """
 
-from dataclasses import dataclass, field
+from copy import copy
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -32,6 +33,10 @@ class Whole:
         """Row sums first, so that one matrix and a stack of them add in the same order."""
         return self.columns(self.rows(X))
 
+    def parts(self, t: Tensor) -> Tensor:
+        """Of a t that every rank made from its part of the same matrices."""
+        return t
+
     def row_norm(self, X: Tensor) -> Tensor:
         return row_norm(X)
 
@@ -52,8 +57,12 @@ def frobenius(X: Tensor) -> Tensor:
     return WHOLE.frobenius(X)
 
 
-@dataclass(frozen=True)
 class Summing:
     """A stage that adds up: every one of them can do so over ranks."""
 
-    sums: Whole = field(default=WHOLE, kw_only=True)
+    sums: Whole = WHOLE
+
+    def over(self, sums: Whole) -> Self:
+        stage = copy(self)
+        stage.sums = sums
+        return stage
