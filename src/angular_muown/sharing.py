@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from angular_muown.agreement import Agreement
 from angular_muown.assignment import Assignment, Job
@@ -21,12 +22,12 @@ from angular_muown.layout import Layout
 from angular_muown.parts import Parts
 from angular_muown.placement import is_sharded, local
 from angular_muown.recipe import Observer, Recipe
-from angular_muown.spread import Spread, spread_of
+from angular_muown.spread import Spread, Team, spread_of, team_of_group
 from angular_muown.stages.orthogonalize import SUMMABLE, polar_of_parts
 from angular_muown.stages.tangent import free
 from angular_muown.views import Piece, Stack, kind_of
 
-Update = Callable[[Stack, Work], Equation]
+Update = Callable[[Stack, Recipe, Group], Equation]
 
 
 class Sharing:
@@ -34,9 +35,14 @@ class Sharing:
 
     def __init__(self, works: Sequence[Work]) -> None:
         self.key = key_of(works)
-        self.spread = works[0].spread
+        self.spread = works[0].spread  # teams are the same for all, windows are not
         owned = [(job, work) for work in works for job in jobs_of(work)]
-        budget = sum(int(work.group["workspace"] * local(work.parameter).nbytes) for work in works)
+        # Not of the parts, which differ: all ranks have to find the same rounds.
+        sizes = [
+            work.group["workspace"] * job.m * job.n * work.parameter.element_size()
+            for job, work in owned
+        ]
+        budget = int(sum(sizes) / self.spread.inside.size)
         self.plan = Assignment(
             tuple(job for job, _ in owned),
             self.spread.inside.size,
@@ -55,13 +61,17 @@ class Sharing:
         road = Road(self.spread, self.plan, owner_of, observers)
 
         def start(jobs: list[int]) -> list[tuple[Stack, list[int], Equation]]:
-            found = self._stacks(jobs, pieces, owner_of)
-            return [(stack, ids, update(stack, owner_of[ids[0]])) for stack, ids in found]
+            found = list(self._stacks(jobs, pieces, owner_of))
+            works = [owner_of[ids[0]] for _, ids in found]
+            return [
+                (stack, ids, update(stack, work.recipe, work.group))
+                for (stack, ids), work in zip(found, works, strict=True)
+            ]
 
         for _, ids, equation in start(self.plan.summed):
             X, _ = next(equation)
             job, work = self.plan.jobs[ids[0]], owner_of[ids[0]]
-            sums = self._sums((job.m, job.n))
+            sums = sums_of(work, (job.m, job.n))
             finish(equation, polar_of_parts(work.recipe.orthogonalize, X, sums))
         self._travel(road, start)
 
@@ -78,9 +88,6 @@ class Sharing:
                 before.arrive()
             before, now = now, ahead
 
-    def _sums(self, sides: tuple[int, int]) -> Parts:
-        return Parts(sides, self.spread.row_teams, self.spread.column_teams)
-
     def _stacks(
         self, jobs: list[int], pieces: list[Piece], owner_of: list[Work]
     ) -> Iterator[tuple[Stack, list[int]]]:
@@ -92,7 +99,11 @@ class Sharing:
         for ids in groups.values():
             work, sides = owner_of[ids[0]], pieces[ids[0]].sides
             stack = [pieces[i] for i in ids]
-            yield Stack(stack, work.group["maximize"], work.noise, self._sums(sides)), ids
+            yield Stack(stack, work.group["maximize"], work.noise, sums_of(work, sides)), ids
+
+
+def sums_of(work: Work, sides: tuple[int, int]) -> Parts:
+    return Parts(sides, work.spread.row_teams, work.spread.column_teams)
 
 
 def singles(work: Work) -> Iterator[Piece]:
@@ -133,12 +144,14 @@ def key_of(works: Sequence[Work]) -> Any:
     ]
 
 
-def sharing_group(process_group: Any) -> Any:
-    """The ranks that have copies of plain parameters: the default group, or None."""
+def holders_of_copies(p: Tensor, process_group: Any) -> Team | None:
+    """Ranks that share the work on a plain parameter, because they all have it."""
     if process_group is False or not (dist.is_available() and dist.is_initialized()):
         return None
-    group = dist.group.WORLD if process_group is None else process_group
-    return group if dist.get_world_size(group) > 1 else None
+    if process_group is None and runs_on(p.device):
+        return None  # by kernels every rank steps its copy faster than it could fetch the result
+    team = team_of_group(dist.group.WORLD if process_group is None else process_group)
+    return team if team.size > 1 else None
 
 
 class Exchanges:
@@ -150,11 +163,10 @@ class Exchanges:
 
     def works(self, group: Group, index: int, recipe: Recipe, process_group: Any) -> list[Work]:
         """The parameters of a group that lie over ranks, or that ranks have copies of."""
-        team, layout, found = sharing_group(process_group), Layout.of(group), []
+        layout, found = Layout.of(group), []
         for p, name in zip(group["params"], parameter_names(group, index), strict=True):
-            # By kernels every rank steps its copy faster than it could fetch the result.
-            alone = team is None or (process_group is None and runs_on(p.device))
-            if alone and not is_sharded(p):
+            team = None if is_sharded(p) else holders_of_copies(p, process_group)
+            if team is None and not is_sharded(p):
                 continue
             key = (layout, p.device_mesh, p.placements) if is_sharded(p) else (layout, team)
             known = self.places.get(id(p))
