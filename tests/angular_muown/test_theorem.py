@@ -148,6 +148,22 @@ def test_the_problems_keep_what_they_claim(kind, shape) -> None:
 
 
 @pytest.mark.parametrize("kind", PROBLEMS)
+def test_what_the_smoothness_is_made_of(kind) -> None:
+    """Bounds of the gradient's rows and of its change, at random and at aligned points."""
+    problem = make(kind, 5, 4)
+    many = torch.stack([noise(5, 4, seed=i) for i in range(300)])
+    aligned = noise(300, 1, 4, seed=7).expand(300, 5, 4)  # all rows alike: errors are largest
+    U = torch.cat([many, aligned])
+    U = U / U.norm(dim=-1, keepdim=True)
+    G = problem.euclidean(U)
+    assert (G.norm(dim=-1) <= problem.row_bounds + 1e-12).all()
+    assert (G.norm(dim=-1) / problem.row_bounds).max() > 0.1, "the bound is no blind guess"
+    near = U + 1e-3 * noise(600, 5, 4, seed=8)
+    change = frobenius(problem.euclidean(near) - G) / frobenius(near - U)
+    assert change.max() <= problem.lipschitz * (1 + 1e-6) + 1e-12
+
+
+@pytest.mark.parametrize("kind", PROBLEMS)
 def test_gradients_of_the_problems(kind) -> None:
     problem = make(kind, 4, 6)
     U = problem.U_1.clone().requires_grad_()

@@ -7,9 +7,10 @@ step; there the last multiplier is nearly right and one or two steps keep it so.
 import torch
 from torch import Tensor
 
+from angular_muown.stages.charts import nonzero
 from angular_muown.theory.manifold import radial
 from angular_muown.theory.smooth_polar import SmoothPolar
-from angular_muown.theory.tangent import TangentPolar, feasible, tangency
+from angular_muown.theory.tangent import TangentPolar, feasible, pick, tangency
 
 FLOOR = 1e-6  # smoothing relative to the largest singular value: 1/sigma must stay finite
 
@@ -26,20 +27,14 @@ def dual_steps(M: Tensor, U: Tensor, multiplier: Tensor | None, steps: int) -> T
     for _ in range(steps):
         moved = current - radial(at.Q, U) / at.row_curvature(U)
         then = _at(M, U, moved)
-        falls = (then.nuclear_norm < at.nuclear_norm)[..., None, None]
-        current = torch.where(falls, moved, current)
-        at = SmoothPolar(
-            torch.where(falls, then.P, at.P),
-            torch.where(falls[..., 0], then.S, at.S),
-            torch.where(falls, then.Vh, at.Vh),
-            torch.where(falls[..., 0], then.eps, at.eps),
-        )
+        falls = then.nuclear_norm < at.nuclear_norm
+        current = pick(falls, moved, current)
+        at = SmoothPolar(*(pick(falls, new, old) for new, old in zip(then, at, strict=True)))
     D, bound = feasible(at.Q, U), at.nuclear_norm
-    gap = 1 + (M * D).sum(dim=(-2, -1)) / torch.where(bound > 0, bound, 1)
-    return TangentPolar(D, current.squeeze(-1), gap.where(bound > 0, 0), tangency(D, U))
+    gap = (bound + (M * D).sum(dim=(-2, -1))) / nonzero(bound)
+    return TangentPolar(D, current.squeeze(-1), gap, tangency(D, U))
 
 
 def _at(M: Tensor, U: Tensor, multiplier: Tensor) -> SmoothPolar:
     polar = SmoothPolar.of(M + multiplier * U, M.new_zeros(()))
-    largest = polar.S[..., :1]
-    return polar._replace(eps=FLOOR * torch.where(largest > 0, largest, 1))
+    return polar._replace(eps=FLOOR * polar.S[..., :1] + torch.finfo(M.dtype).tiny)

@@ -29,6 +29,8 @@ class Problem(ABC):
 
     name: str
     U_1: Tensor  # where runs start
+    row_bounds: Tensor  # G_i
+    lipschitz: float  # l
     constants: Constants
 
     @abstractmethod
@@ -51,11 +53,10 @@ class Problem(ABC):
         noise = torch.randn(U.shape, generator=random, dtype=U.dtype)
         return gradient + size * project(noise, U)
 
-
-def smoothness(row_bounds: Tensor, lipschitz: float, rank: int) -> float:
-    """L from the bounds G_i of the gradient's rows and its Lipschitz constant."""
-    rows = min(float(row_bounds.sum()), rank * float(row_bounds.max()))
-    return rows + rank * lipschitz
+    def _constants(self, noise: float, lowest: float) -> Constants:
+        r, rows = min(self.U_1.shape), self.row_bounds
+        L = min(float(rows.sum()), r * float(rows.max())) + r * self.lipschitz
+        return Constants(L, float(self.loss(self.U_1)) - lowest, noise, r)
 
 
 def unit_rows(m: int, n: int, random: torch.Generator) -> Tensor:
@@ -70,10 +71,9 @@ class Alignment(Problem):
     def __init__(self, m: int, n: int, noise: float, seed: int = 0) -> None:
         random = torch.Generator().manual_seed(seed)
         self.C, self.U_1 = unit_rows(m, n, random) / m, unit_rows(m, n, random)
-        sizes = row_norm(self.C)
-        gap = float(self.loss(self.U_1) + sizes.sum())  # the minimum is at -C_i / |C_i|
-        r = min(m, n)
-        self.constants = Constants(smoothness(sizes, 0.0, r), gap, noise, r)
+        self.row_bounds, self.lipschitz = row_norm(self.C).squeeze(-1), 0.0
+        # the minimum is at -C_i / |C_i|
+        self.constants = self._constants(noise, lowest=-float(self.row_bounds.sum()))
 
     def loss(self, U: Tensor) -> Tensor:
         return (self.C * U).sum(dim=(-2, -1))
@@ -93,9 +93,9 @@ class Regression(Problem):
         H = A.mT @ A
         self.H = H / (m * torch.linalg.matrix_norm(H, ord=2))
         self.target, self.U_1 = unit_rows(m, n, random), unit_rows(m, n, random)
-        r, rows = min(m, n), 2 * self.H.abs().sum(dim=-1)  # |U_j - U*_j| <= 2
-        L = smoothness(rows, float(torch.linalg.matrix_norm(self.H, ord=2)), r)
-        self.constants = Constants(L, float(self.loss(self.U_1)), noise, r)
+        self.row_bounds = 2 * self.H.abs().sum(dim=-1)  # |U_j - U*_j| <= 2
+        self.lipschitz = float(torch.linalg.matrix_norm(self.H, ord=2))
+        self.constants = self._constants(noise, lowest=0.0)
 
     def loss(self, U: Tensor) -> Tensor:
         off = U - self.target
@@ -115,17 +115,17 @@ class Neurons(Problem):
 
     def __init__(self, m: int, n: int, samples: int = 64, batch: int = 4, seed: int = 0) -> None:
         random = torch.Generator().manual_seed(seed)
-        self.x = 3 * unit_rows(samples, n, random)  # long enough to bend tanh
+        self.x = 1.5 * unit_rows(samples, n, random)  # long enough to bend tanh
         self.batch, target = batch, unit_rows(m, n, random)
         self.y = torch.tanh(self.x @ target.mT).mean(dim=-1)
         self.U_1 = unit_rows(m, n, random)
-        sizes, r = row_norm(self.x), min(m, n)
-        rows = torch.full((m,), 2 / m * float(sizes.mean()))  # errors are at most 2
-        lipschitz = float(sizes.square().mean()) * (1 + 2 * TANH_BEND) / m
-        # a sample's gradient is at most 2 |x| / sqrt(m); a mean of `batch` has 1/batch its variance
-        noise = 2 * float(sizes.square().mean().sqrt()) / sqrt(m * batch)
-        L = smoothness(rows, lipschitz, r)
-        self.constants = Constants(L, float(self.loss(self.U_1)), noise, r)
+        sizes = row_norm(self.x).squeeze(-1)
+        errors = torch.tanh(sizes) + self.y.abs()  # at most
+        self.row_bounds = torch.full((m,), float((errors * sizes).mean()) / m)
+        self.lipschitz = float((sizes.square() * (1 + TANH_BEND * errors)).mean()) / m
+        # a sample's gradient is at most error |x| / sqrt(m); a mean of `batch` varies less
+        noise = float((errors * sizes).square().mean().sqrt()) / sqrt(m * batch)
+        self.constants = self._constants(noise, lowest=0.0)
 
     def loss(self, U: Tensor) -> Tensor:
         out = torch.tanh(U @ self.x.mT).mean(dim=-2)

@@ -132,12 +132,12 @@ def _step(walk: _Walk, M: Tensor, U: Tensor, opening: bool) -> _Walk:
     arrived = expected.abs() <= ARRIVED * (walk.bound - walk.reached)
     kept = fall > -4 * torch.finfo(fall.dtype).eps * before.value
     return walk._replace(
-        multiplier=_pick(kept, multiplier, walk.multiplier),
-        at=SmoothPolar(*(_pick(kept, a, b) for a, b in zip(after, before, strict=True))),
+        multiplier=pick(kept, multiplier, walk.multiplier),
+        at=SmoothPolar(*(pick(kept, a, b) for a, b in zip(after, before, strict=True))),
         caution=_next_caution(walk.caution, ratio, opening),
         centered=(arrived | (kept & (ratio > 0.7))) & (not opening),
         bound=torch.minimum(after.nuclear_norm, walk.bound),
-        proof=_pick(after.nuclear_norm < walk.bound, multiplier, walk.proof),
+        proof=pick(after.nuclear_norm < walk.bound, multiplier, walk.proof),
     )
 
 
@@ -157,7 +157,7 @@ def _next_eps(walk: _Walk) -> Tensor:
     cheap = walk.at.excess(levels) <= SMOOTHING * (walk.bound - walk.reached).unsqueeze(-1)
     wanted = torch.where(cheap, levels, levels[..., -1:]).amax(dim=-1, keepdim=True)
     lower = torch.maximum(torch.minimum(wanted, eps), FASTEST * eps)
-    return _pick(walk.centered, lower, eps)
+    return pick(walk.centered, lower, eps)
 
 
 def _solve(at: SmoothPolar, U: Tensor, right: Tensor, caution: Tensor) -> Tensor:
@@ -189,9 +189,9 @@ def _certify(walk: _Walk, A: Tensor, M: Tensor, U: Tensor) -> _Walk:
     D = feasible(A, U)
     reached = -(M * D).sum(dim=(-2, -1))
     better = reached > walk.reached
-    return walk._replace(D=_pick(better, D, walk.D), reached=torch.maximum(reached, walk.reached))
+    return walk._replace(D=pick(better, D, walk.D), reached=torch.maximum(reached, walk.reached))
 
 
-def _pick(where: Tensor, new: Tensor, old: Tensor) -> Tensor:
+def pick(where: Tensor, new: Tensor, old: Tensor) -> Tensor:
     """new for the matrices of the batch that are marked."""
     return torch.where(where.reshape(where.shape + (1,) * (old.dim() - where.dim())), new, old)

@@ -1,0 +1,205 @@
+"""`angular-lab theory`: predictions against brute force, what is looked at, and the page."""
+
+import json
+import shutil
+import subprocess
+import sys
+from math import atan
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from angular_lab.cli import main
+from angular_lab.plots import _legend_columns
+from angular_lab.theory import guarantee, regimes, shortcut
+from angular_lab.theory.page import make_page
+from angular_lab.theory.tables import kind_of
+from angular_muown import AngularMuown
+from angular_muown.theory import Alignment, Neurons, bound
+from tests.angular_lab.test_report_browser import BROWSER, check
+
+RESULTS = Path(__file__).parents[2] / "results" / "theory"
+PARTS = ("solver", "guarantee", "regimes", "geometry", "shortcut")
+
+
+def test_the_closed_forms_are_their_recursions() -> None:
+    lr, decay, c, nu2, rho2 = 0.05, 0.1, 3.0, 1.0, 1.0
+    for t in range(400):
+        expected = atan(lr / ((1 - lr * decay) * nu2**0.5))
+        assert regimes.decayed(t, lr, decay, c) == pytest.approx(expected)
+        assert regimes.grown(t, lr, c) == pytest.approx(atan(lr / rho2**0.5))
+        nu2, rho2 = (1 - lr * decay) ** 2 * nu2 + c * lr**2, rho2 + c * lr**2
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 0.95])
+def test_memory_is_how_much_faster_a_correlated_walk_spreads(beta) -> None:
+    """Weights by brute force: X = T + beta M with M = beta M + T, for one unit gradient."""
+    M, weights = 0.0, []
+    for t in range(2000):
+        T = float(t == 0)
+        M = beta * M + T
+        weights.append(T + beta * M)
+    expected = sum(weights) ** 2 / sum(w * w for w in weights)
+    assert regimes.memory(beta) == pytest.approx(expected if beta else 1.0)
+
+
+def test_momentum_only_changes_the_height_and_the_height_is_known() -> None:
+    _, make, predict = regimes.lines()[3]
+    angles = regimes.simulate(make, 1500)
+    late = range(750, 1500)
+    measured = sum(angles[t] for t in late) / len(late)
+    assert measured == pytest.approx(sum(map(predict, late)) / len(late), rel=0.06)
+
+
+def test_windows_cover_every_step_once() -> None:
+    covered = [t for a, b in regimes.windows(500) for t in range(a, b)]
+    assert covered == list(range(499))
+
+
+def test_slope_of_a_power_law() -> None:
+    assert guarantee.slope([(x, 3 * x**-0.25) for x in (1, 10, 1000)]) == pytest.approx(-0.25)
+
+
+def test_a_cell_is_what_a_plain_loop_gives() -> None:
+    problems = [Alignment(3, 8, 0.4), Neurons(3, 8)]
+    cells = guarantee.run(problems, 40, seeds=3)
+    assert [c["problem"] for c in cells] == ["alignment", "neurons"]
+    for cell, problem in zip(cells, problems, strict=True):
+        assert cell["bound"] == bound(problem.constants, 40)
+        assert cell["exact"]
+        assert cell["direction_gap"] <= 1e-4
+        assert 0 < cell["mean"] < cell["bound"]
+    start = torch.linalg.matrix_norm(problems[0].gradient(problems[0].U_1)).item()
+    assert 0.3 * start < cells[0]["mean"] < 1.5 * start
+
+
+def test_x_is_what_the_optimizer_orthogonalizes() -> None:
+    """The engine's Q is the polar factor of the X that the lab reconstructs, blocks included."""
+    p = nn.Parameter(torch.randn(12, 10, generator=torch.Generator().manual_seed(0)).double())
+    group = {"params": [("qkv.weight", p)], "blocks": 3}
+    optimizer = AngularMuown([group], lr=0.1, orthogonalize="svd")
+    seen: list[float] = []
+
+    def observe(parts: Any, U: torch.Tensor, Q: torch.Tensor) -> None:
+        X = shortcut.lookahead(p, U, optimizer)
+        P, _, Vh = torch.linalg.svd(X, full_matrices=False)
+        seen.append((P @ Vh - Q).abs().max().item())
+
+    optimizer.observers = (observe,)
+    for t in range(3):
+        p.grad = torch.randn(12, 10, generator=torch.Generator().manual_seed(t + 1)).double()
+        optimizer.step()
+    assert len(seen) == 3
+    assert max(seen) < 1e-9
+
+
+def test_looking_changes_nothing_and_sees_every_matrix(data, tmp_path) -> None:
+    from angular_lab.runs import train
+
+    spec = shortcut.tiny_spec(str(data))
+    plain = train(spec, tmp_path / "plain", device="cpu")
+    rows: list[dict[str, Any]] = []
+    with shortcut.watching(rows, looks=(2, 6)):
+        watched = train(spec, tmp_path / "watched", device="cpu")
+    first, second = (run.path / "metrics.jsonl" for run in (plain, watched))
+    assert first.read_bytes() == second.read_bytes()
+    kinds = [kind_of(row["matrix"]) for row in rows if row["step"] == 6]
+    assert sorted(kinds) == ["down", "gate", "key", "out", "query", "up", "value"]
+    assert {row["step"] for row in rows} == {2, 6}
+    for row in rows:
+        assert row["solver_gap"] <= shortcut.TOLERANCE
+        assert row["dual_gap"] >= -1e-9
+        assert -1e-5 <= row["lost"] < 1
+        assert 0 <= row["angle"] < 90
+
+
+def test_the_legend_s_columns_are_matplotlib_s() -> None:
+    """Four labels in three columns are two, one and one: wider than two and two."""
+    labels = ["as in the paper", "momentum projected", "momentum transported", "exponential map"]
+    assert _legend_columns(labels) == 2
+    assert _legend_columns(["a", "b", "c"]) == 3
+    assert _legend_columns(["a" * 60, "b"]) == 1
+
+
+def copied(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(RESULTS, tmp_path / "results"))
+
+
+def test_the_page_of_the_kept_results_holds_in_a_browser(tmp_path) -> None:
+    page = make_page(RESULTS, tmp_path / "out")
+    text = page.read_text()
+    for part in PARTS:
+        assert f'<section id="{part}">' in text
+    assert "does not hold" in text, "two claims are known not to"
+    figures = list((tmp_path / "out" / "figures").glob("*.svg"))
+    assert len(figures) == 3 + 4 + 1 + 4 + 4
+    if BROWSER:
+        for width in (1280, 500):
+            seen = check(tmp_path, page, f"--window-size={width},900")
+            assert seen["errors"] == []
+            assert (seen["figures"], seen["hidden"], seen["wrong"]) == (len(figures), 0, 0)
+            assert seen["overflow"] <= 0
+            assert (seen["repeated"], seen["lost"]) == (0, 0)
+
+
+def test_a_cell_above_its_bound_is_said(tmp_path) -> None:
+    results = copied(tmp_path)
+    path = results / "guarantee.json"
+    content = json.loads(path.read_text())
+    row = "The mean gradient is under the theorem's bound in every cell"
+
+    def line() -> str:
+        make_page(results, tmp_path / "out")
+        claims = (tmp_path / "out" / "tables" / "claims.csv").read_text()
+        return next(x for x in claims.splitlines() if row in x)
+
+    assert line().endswith("holds")
+    assert not line().endswith("does not hold")
+    content["cells"][7]["mean"] = 1.01 * content["cells"][7]["bound"]
+    path.write_text(json.dumps(content))
+    assert line().endswith("does not hold")
+
+
+def test_the_tables_in_the_docs_are_the_measured_ones(tmp_path) -> None:
+    make_page(RESULTS, tmp_path / "out")
+    docs = (RESULTS.parents[1] / "docs" / "theory.md").read_text()
+    for name in ("guarantee", "assumptions", "solver", "regimes", "momentum", "shortcut"):
+        table = (tmp_path / "out" / "tables" / f"{name}.md").read_text()
+        for line in table.splitlines():
+            if line.startswith("|"):
+                assert line in docs, (
+                    f"{name}: run `make theory` and copy its table to docs/theory.md"
+                )
+
+
+def test_the_page_needs_no_torch() -> None:
+    code = "import sys, angular_lab.theory.page; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_command_measures_keeps_and_draws(tmp_path, capsys) -> None:
+    results, out = tmp_path / "results", tmp_path / "out"
+    command = ["theory", "solver", "--quick", "--results", str(results), "--out", str(out)]
+    assert main(command) == 0
+    content = json.loads((results / "solver.json").read_text())
+    assert content["command"] == "angular-lab theory solver --quick"
+    assert len(content["cells"]) == 9
+    assert capsys.readouterr().out.strip() == str(out / "index.html")
+    assert "measured with --quick" in (out / "index.html").read_text()
+    assert not (results / "regimes.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["theory", "sovler"], "unknown part 'sovler': there are solver, guarantee"),
+        (["theory", "page"], "has no results: run `angular-lab theory`"),
+    ],
+)
+def test_slips_of_the_pen(arguments, words, tmp_path, capsys) -> None:
+    folders = ["--results", str(tmp_path / "none"), "--out", str(tmp_path / "out")]
+    assert main([*arguments, *folders]) == 2
+    assert words in capsys.readouterr().err
