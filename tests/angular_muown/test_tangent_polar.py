@@ -113,9 +113,12 @@ def test_a_batch_is_a_loop(shape) -> None:
         assert (M_i * together.D.flatten(0, 1)[i]).sum().item() == pytest.approx(value, rel=1e-6)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("shape", [(64, 256), (256, 64), (48, 48)])
-def test_float32(shape) -> None:
-    M, U = (x.float() for x in problem("power law", *shape))
+def test_float32(shape, device) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    M, U = (x.float().to(device) for x in problem("power law", *shape))
     found = tangent_polar(M, U)
     assert found.D.dtype == torch.float32
     assert found.gap <= 1e-4

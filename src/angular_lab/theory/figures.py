@@ -131,8 +131,7 @@ def _moves(data: Data) -> Figure:
     )  # fmt: skip
     caption = (
         "A tangent step of length x turns a row by x along the great circle and by arctan x when "
-        "the row is normalized. Dashed: the first term of the difference, x³/3. The exponential "
-        "map goes round; angles are counted up to 180 degrees."
+        "the row is normalized. Dashed: the first term of the difference, x³/3."
     )
     return Figure("geometry-moves", panel, caption)
 

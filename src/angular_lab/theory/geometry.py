@@ -2,7 +2,7 @@
 momentum along is worth."""
 
 from collections.abc import Sequence
-from math import atan2, degrees
+from math import atan2, degrees, pi
 from typing import Any
 
 import torch
@@ -86,13 +86,14 @@ def angles() -> list[dict[str, Any]]:
 def moves() -> dict[str, Any]:
     """The angles of the retraction and of the exponential map, and the angle between the two."""
     U, V = _row()
-    ends = [(retract(U, size * V), exponential(U, size * V)) for size in SIZES]
+    sizes = [size for size in SIZES if size < pi]  # beyond, the great circle comes back
+    ends = [(retract(U, size * V), exponential(U, size * V)) for size in sizes]
     return {
-        "sizes": SIZES,
+        "sizes": sizes,
         "retraction": [angle(U, a) for a, _ in ends],
         "exponential": [angle(U, b) for _, b in ends],
         "apart": [angle(a, b) for a, b in ends],
-        "cubic": [degrees(size**3 / 3) for size in SIZES],  # arctan x = x - x^3 / 3 + ...
+        "cubic": [degrees(size**3 / 3) for size in sizes],  # arctan x = x - x^3 / 3 + ...
     }
 
 

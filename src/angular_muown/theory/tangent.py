@@ -122,8 +122,8 @@ def _step(walk: _Walk, M: Tensor, U: Tensor, opening: bool) -> _Walk:
     ahead = at.Q + (eps - at.eps).unsqueeze(-1) * at.Q_by_eps
     caution = torch.ones_like(walk.caution) if opening else walk.caution
     d = _solve(at, U, -radial(ahead, U), caution[..., None, None])
-    walk = _certify(walk, ahead + at.derivative(d * U), M, U)
     before, multiplier = at._replace(eps=eps), walk.multiplier + d
+    walk = _certify(walk, before.Q + before.derivative(d * U), M, U)
     after = SmoothPolar.of(M + multiplier * U, eps)
     fall = before.value - after.value
     # A quadratic falls by half of what its slope says.
