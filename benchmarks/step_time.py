@@ -24,49 +24,17 @@ from statistics import median
 from typing import Any
 
 import torch
+from shapes import SHAPES, Shape, divided
 from torch import nn
 
 import angular_muown as library
 from angular_muown.engine import Engine
 
-Shape = tuple[int, ...]
 FAMILY = [kind.__name__ for kind in Engine.__subclasses__()]
 BASELINES = ("torch.optim.Muon", "torch.optim.AdamW")
 
 
-def gpt124(layers: int = 12) -> list[Shape]:
-    return [*[(768, 768)] * 4 * layers, *[(2048, 768)] * 2 * layers, *[(768, 2048)] * layers]
-
-
-def llama1b(layers: int = 16) -> list[Shape]:
-    layer: list[Shape] = [
-        *[(2048, 2048)] * 2,
-        *[(512, 2048)] * 2,
-        *[(8192, 2048)] * 2,
-        (2048, 8192),
-    ]
-    return layer * layers
-
-
-def moe(layers: int = 14) -> list[Shape]:
-    attention: list[Shape] = [*[(1024, 1024)] * 2, *[(256, 1024)] * 2]
-    experts: list[Shape] = [*[(33, 704, 1024)] * 2, (33, 1024, 704)]
-    return attention * layers + experts * (layers - 1)
-
-
-SHAPES: dict[str, Callable[..., list[Shape]]] = {
-    "gpt124": gpt124,
-    "llama1b": llama1b,
-    "moe1.1b": moe,
-}
-
-
-def divided(shapes: list[Shape], by: int) -> list[Shape]:
-    """Rows and columns divided; the number of experts stays."""
-    return [(*shape[:-2], shape[-2] // by, shape[-1] // by) for shape in shapes]
-
-
-def make(name: str, params: list[nn.Parameter]) -> torch.optim.Optimizer | None:
+def make(name: str, params: list[nn.Parameter], **settings: Any) -> torch.optim.Optimizer | None:
     stacks = [p for p in params if p.ndim > 2]
     if name == "torch.optim.AdamW":
         return torch.optim.AdamW(params, fused=params[0].is_cuda)
@@ -75,7 +43,7 @@ def make(name: str, params: list[nn.Parameter]) -> torch.optim.Optimizer | None:
     groups: list[dict[str, Any]] = [{"params": [p for p in params if p.ndim == 2]}]
     if stacks:
         groups.append({"params": stacks, "view": "stack"})
-    return getattr(library, name)(groups)
+    return getattr(library, name)(groups, **settings)
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -182,15 +150,34 @@ def measure(name: str, shapes: list[Shape], arguments: argparse.Namespace) -> di
     _ = allocated() if cuda else 0
     extra = pool + peak_above(before + held_bytes(params, optimizer), optimizer.step, cuda)
     milliseconds, host = time_steps(optimizer.step, arguments.steps, cuda)
+    recorded = arguments.graph and cuda and isinstance(optimizer, Engine)
+    del optimizer
     return {
         "optimizer": name,
         "ms": milliseconds,
         "host_ms": host,
+        **({"graph_host_ms": graph_host_ms(name, params, arguments.steps)} if recorded else {}),
         "first_step_s": first,
         "state_mib": state / 2**20,
         "extra_mib": extra / 2**20,
         "parameters_mib": sum(p.numel() for p in params) * 4 / 2**20,
     }
+
+
+def graph_host_ms(name: str, params: list[nn.Parameter], steps: int) -> float:
+    """The host's time for a step that was recorded in a graph of the user's."""
+    optimizer = make(name, params, capturable=True)
+    assert optimizer is not None
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        optimizer.step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    graph.replay()
+    return time_steps(graph.replay, steps, True)[1]
 
 
 def line(result: dict[str, Any], reference: float) -> str:
@@ -200,6 +187,7 @@ def line(result: dict[str, Any], reference: float) -> str:
         f"{result['optimizer']:18} {result['ms']:9.2f} {result['ms'] / reference:7.2f} "
         f"{result['host_ms']:9.2f} {result['first_step_s']:8.2f} "
         f"{result['state_mib']:10,.0f} {result['extra_mib']:10,.0f}"
+        + (f"  in a graph: host {result['graph_host_ms']:.3f}" if "graph_host_ms" in result else "")
     )
 
 
@@ -216,6 +204,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--optimizers", nargs="+", choices=names, default=names)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--graph", action="store_true", help="the host's time inside a graph too")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 

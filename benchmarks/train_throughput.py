@@ -12,7 +12,7 @@ import json
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -22,6 +22,8 @@ import torch
 from torch import nn
 
 from angular_lab import build
+from angular_lab.models import LanguageModel
+from angular_lab.passes import WARM_UP, Passes, can_record
 from angular_lab.progress import peak_flops
 from angular_lab.ranks import Ranks
 from angular_lab.recipes import recipe
@@ -45,9 +47,35 @@ def clock(work: Callable[[], None], steps: int, device: torch.device) -> list[fl
     return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
 
 
-def measure(
-    name: str, sequences: int, passes: int, optimizer: str, arguments: argparse.Namespace
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Work:
+    """A model, what trains it, and one batch."""
+
+    model: LanguageModel
+    optimizer: torch.optim.Optimizer
+    passes: Passes
+    tokens: torch.Tensor
+    count: int  # passes per step
+
+    def gradients(self) -> None:
+        for _ in range(self.count):
+            self.passes.forward(self.tokens, self.tokens, 1 / self.count)
+            self.passes.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+
+    def without_optimizer(self) -> None:
+        self.gradients()
+        self.passes.clear()
+
+    def step(self) -> None:
+        self.gradients()
+        self.optimizer.step()
+        self.passes.clear()
+
+
+def prepare(
+    name: str, sequences: int, count: int, optimizer: str, arguments: argparse.Namespace
+) -> Work:
     spec = recipe(name)
     spec = replace(spec, deterministic=arguments.deterministic, compile=not arguments.eager)
     spec = replace(spec, optim=replace(spec.optim, name=optimizer))
@@ -56,51 +84,43 @@ def measure(
     build.make_deterministic(spec)
     model = build.make_model(spec, ranks)
     parallel = build.parallelize(model, spec, ranks)
-    opt = build.make_optimizer(model, spec)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+    passes = Passes(parallel, autocast, can_record(spec, model, ranks))
     shape = (sequences, spec.model.sequence)
     tokens = torch.randint(0, spec.model.vocabulary, shape, device=device)
+    return Work(model, build.make_optimizer(model, spec), passes, tokens, count)
 
-    def gradients() -> None:
-        for _ in range(passes):
-            with autocast:
-                loss = parallel(tokens, tokens) / passes
-            loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
-    def without_optimizer() -> None:
-        gradients()
-        opt.zero_grad()
-
-    def step() -> None:
-        gradients()
-        opt.step()
-        opt.zero_grad()
-
+def measure(
+    name: str, sequences: int, count: int, optimizer: str, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    work = prepare(name, sequences, count, optimizer, arguments)
+    device = work.tokens.device
+    cuda = device.type == "cuda"
     start = time.perf_counter()
-    step()
-    step()
-    if device.type == "cuda":
+    for _ in range(WARM_UP + 1):
+        work.step()
+    if cuda:
         torch.cuda.synchronize()
     first = time.perf_counter() - start
-    clock(step, arguments.warmup, device)
-    full = median(clock(step, arguments.steps, device))
-    plain = median(clock(without_optimizer, arguments.steps, device))
-    tokens_per_step = passes * sequences * spec.model.sequence
+    clock(work.step, arguments.warmup, device)
+    full = median(clock(work.step, arguments.steps, device))
+    plain = median(clock(work.without_optimizer, arguments.steps, device))
+    tokens_per_step = count * work.tokens.numel()
     rate = tokens_per_step / full
     peak = peak_flops(device)
     return {
         "recipe": name,
         "optimizer": optimizer,
         "tokens_per_step": tokens_per_step,
-        "passes_per_step": passes,
+        "passes_per_step": count,
         "tokens_per_second": rate,
-        "mfu": rate * model.flops_per_token() / peak if peak else None,
+        "mfu": rate * work.model.flops_per_token() / peak if peak else None,
         "step_ms": full * 1e3,
         "gradients_ms": plain * 1e3,
         "optimizer_share": 1 - plain / full,
-        "first_two_steps_s": first,
-        "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else None,
+        "first_steps_s": first,
+        "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
     }
 
 
@@ -129,7 +149,7 @@ def main() -> None:
             cells = (
                 f"{name:12} {optimizer:14} {r['tokens_per_step']:11,}",
                 f"{r['tokens_per_second']:10,.0f} {mfu} {r['step_ms']:9.2f}",
-                f"{r['optimizer_share']:9.1%} {r['first_two_steps_s']:8.1f}",
+                f"{r['optimizer_share']:9.1%} {r['first_steps_s']:8.1f}",
             )
             print(*cells, flush=True)
             if arguments.json:

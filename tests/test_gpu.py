@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from angular_lab import passes
 from angular_lab.health import OnHost
+from angular_lab.models import LanguageModel
 from angular_lab.recipes import recipe
 from angular_lab.runs import train
 from angular_muown import AngularMuown
-from tests.angular_muown.family import FAMILY, noise, parameter
+from tests.angular_muown.family import MEMBERS, noise, parameter
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,7 +20,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("optimizer", FAMILY)
+@pytest.mark.parametrize("optimizer", MEMBERS)
 @pytest.mark.parametrize("shape", [(64, 192), (192, 64), (128, 128)])
 @pytest.mark.parametrize("orthogonalize", ["polar_express", "newton_schulz", "gram"])
 def test_bf16_iterations_stay_near_the_float64_step(optimizer, shape, orthogonalize) -> None:
@@ -61,4 +63,22 @@ def test_the_same_run_twice_is_the_same_to_the_bit(tmp_path, compiled) -> None:
     for name in ("a", "b"):
         train(spec, tmp_path / name)
     a, b = ((tmp_path / name / "metrics.jsonl").read_text() for name in ("a", "b"))
+    assert a == b
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("micro", [0, 6])  # 16 sequences: all at once; 6, 6 and 4
+def test_recorded_passes_are_plain_ones_to_the_bit(tmp_path, monkeypatch, micro) -> None:
+    base = replace(recipe("nano"), steps=16, eval_every=8, precision="bf16", micro_batch=micro)
+    model = replace(base.model, width=256, heads=4, mlp=512)  # so that the fused step covers it
+    spec = replace(base, save_every=0, angle_every=4, batch=16, compile=True, model=model)
+    monkeypatch.setattr(LanguageModel, "recordable", True)
+    made = []
+    recorded = passes._Recorded
+    monkeypatch.setattr(passes, "_Recorded", lambda *args: made.append(recorded(*args)) or made[-1])
+    train(spec, tmp_path / "recorded")
+    assert len(made) == (2 if micro else 1)
+    monkeypatch.setattr(passes, "WARM_UP", 10**9)
+    train(spec, tmp_path / "plain")
+    a, b = ((tmp_path / name / "metrics.jsonl").read_text() for name in ("recorded", "plain"))
     assert a == b

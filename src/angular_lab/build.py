@@ -1,5 +1,6 @@
 """From a spec to a model, its optimizer and its learning rate."""
 
+import gc
 import inspect
 import os
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch.utils import deterministic
 import angular_muown as library
 from angular_lab.models import LanguageModel, build_model
 from angular_lab.ranks import Ranks
-from angular_lab.spec import Spec
+from angular_lab.spec import OptimSpec, Spec
 from angular_muown import cosine, plan, wsd
 
 OPTIMIZERS = {
@@ -22,8 +23,11 @@ OPTIMIZERS = {
     "muown": library.Muown,
     "normuown": library.NorMuown,
     "angular_muown": library.AngularMuown,
+    "hyperball": library.Hyperball,
+    "magnitude_direction": library.MagnitudeDirection,
 }
 OPTIMIZER_NAMES = ("adamw", *OPTIMIZERS)
+SPECIAL = ("radius", "radius_lr", "row_beta", "tangent_momentum", "tangent_polar", "exact_angle")
 
 
 def make_model(spec: Spec, ranks: Ranks) -> LanguageModel:
@@ -57,10 +61,20 @@ class Models:
         self._kept: tuple[LanguageModel, nn.Module] | None = None
         self.points: dict[Path, Any] = {}  # branch points of the last trunk, by their folders
 
+    def fits(self, spec: Spec) -> bool:
+        """Whether the kept model is of this run's shape."""
+        return self._key[:3] == (spec.model, spec.compile, spec.precision)
+
     def take(self, spec: Spec, ranks: Ranks) -> tuple[LanguageModel, nn.Module]:
         """A model as `make_model` makes it, and what the loop calls."""
         key = (spec.model, spec.compile, spec.precision, ranks.device)
         if ranks.world > 1 or self._kept is None or key != self._key:
+            if self._kept is not None and spec.compile:
+                # Past its limit of shapes torch compiles no more, with a warning that nobody reads.
+                torch.compiler.reset()
+            if self._kept is not None:
+                self._kept = None
+                gc.collect()  # torch's state dicts leave cycles; the next one needs the memory
             model = make_model(spec, ranks)
             self._key, self._kept = key, (model, parallelize(model, spec, ranks))
             return self._kept
@@ -84,6 +98,7 @@ def make_optimizer(model: LanguageModel, spec: Spec) -> torch.optim.Optimizer:
         aux_weight_decay=o.aux_weight_decay,
     )
     fused = next(model.parameters()).is_cuda
+    _check_meaning(o)
     if o.name == "adamw":
         return torch.optim.AdamW(
             [_plain(group, o.weight_decay) for group in groups],
@@ -93,6 +108,17 @@ def make_optimizer(model: LanguageModel, spec: Spec) -> torch.optim.Optimizer:
         if group["algorithm"] == "adamw":
             group["fused"] = fused
     return OPTIMIZERS[o.name](groups, **_arguments(OPTIMIZERS[o.name], spec))
+
+
+def _check_meaning(o: OptimSpec) -> None:
+    """A setting that this optimizer has no use for would be a run other than it says."""
+    known = inspect.signature(OPTIMIZERS.get(o.name, torch.optim.AdamW)).parameters
+    for key in SPECIAL:
+        value, usual = getattr(o, key), getattr(OptimSpec(), key)
+        if key not in known and value != usual:
+            raise ValueError(
+                f"optim.{key}={value} means nothing for optim.name={o.name}: leave it at {usual}"
+            )
 
 
 def _plain(group: dict[str, Any], weight_decay: float) -> dict[str, Any]:
@@ -115,6 +141,10 @@ def _arguments(kind: type, spec: Spec) -> dict[str, Any]:
         "warmup_steps": spec.schedule.warmup,
         "decay_scale": o.decay_scale,
         "decay_degree": o.decay_degree,
+        "tangent_momentum": o.tangent_momentum,
+        "tangent_polar": o.tangent_polar,
+        "exact_angle": o.exact_angle,
+        **({"row_beta": o.row_beta} if o.row_beta else {}),
         **({"scale": o.scale} if o.scale else {}),
     }
     return {

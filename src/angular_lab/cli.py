@@ -1,19 +1,22 @@
 """The command angular-lab: prepare, train, branch, trunk, sweep, theory, show, sample, export, ...
 
-Exit codes: 0 done, 2 bad input, 3 loss not finite, 75 preempted (saved: run again with --resume).
+Exit codes: 0 done, 2 bad input, 3 loss not finite, 4 a worker process died, 75 preempted (saved:
+run again, with --resume auto where it is a single run).
 """
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from angular_lab.experiment_commands import add_experiments
 from angular_lab.overrides import count, override
+from angular_lab.preemption import PREEMPTED, WORKER_DIED, Preempted, WorkerDied
 from angular_lab.recipes import RECIPES, recipe
 from angular_lab.spec import Spec
 
-BAD_INPUT, NOT_FINITE, PREEMPTED = 2, 3, 75
+BAD_INPUT, NOT_FINITE = 2, 3
 
 
 def default_folder(spec: Spec) -> Path:
@@ -44,6 +47,7 @@ def branch(arguments: argparse.Namespace) -> None:
 
 def trunk(arguments: argparse.Namespace) -> None:
     """A constant-rate run and its cool-downs to every horizon."""
+    from angular_lab.build import Models
     from angular_lab.rundir import RunDir
     from angular_lab.runs import branch_spec, trunk_spec
     from angular_lab.runs import train as run
@@ -55,10 +59,11 @@ def trunk(arguments: argparse.Namespace) -> None:
     out: Path = arguments.out or default_folder(spec).with_name(
         default_folder(spec).name + "-trunk"
     )
-    run(spec, out, resume=True, device=arguments.device)
+    models = Models()  # one for all: compiled once, branch points in memory
+    run(spec, out, True, arguments.device, models=models)
     for at, length in branches:
         folder = out.with_name(f"{out.name}-to{at + length}")
-        run(branch_spec(RunDir(out), at, length), folder, resume=True, device=arguments.device)
+        run(branch_spec(RunDir(out), at, length), folder, True, arguments.device, models=models)
         print(folder)
 
 
@@ -186,13 +191,13 @@ def _add_prepare(sub: argparse.ArgumentParser) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
+    arguments.began = time.monotonic()
     settings = [word for word in rest if "=" in word and not word.startswith("-")]
     if len(settings) < len(rest) or (settings and "overrides" not in arguments):
         parser.error(f"unrecognized: {' '.join(word for word in rest if word not in settings)}")
     if settings:  # key=value may also stand behind an option
         arguments.overrides = [*arguments.overrides, *settings]
     from angular_lab.health import NotFinite
-    from angular_lab.preemption import Preempted
     from angular_lab.ranks import stop_ranks
 
     try:
@@ -203,6 +208,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except NotFinite as error:
         print(f"error: {error}", file=sys.stderr)
         return NOT_FINITE
+    except WorkerDied as error:
+        print(f"error: {error}", file=sys.stderr)
+        return WORKER_DIED
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT

@@ -2,7 +2,8 @@
 
 import torch
 
-from angular_lab.experiments import EXPERIMENTS, SCALES, Experiment, experiment
+from angular_lab.experiment_plan import SCALES, Experiment
+from angular_lab.experiments import EXPERIMENTS, experiment
 from angular_lab.models import build_model
 from angular_lab.show import rate_here
 from angular_lab.spec import ModelSpec

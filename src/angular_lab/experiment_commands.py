@@ -1,9 +1,17 @@
 """The commands experiments, sweep, submit, report, theory; they import what they need when run."""
 
 import argparse
+import time
 from collections.abc import Callable
 from math import inf
 from pathlib import Path
+
+from angular_lab.statistics import BestRate
+
+PROCESSES = (
+    "worker processes on this machine; a small model does not fill a large GPU, so several on one "
+    "raise the total throughput; several GPUs are used in turn"
+)
 
 
 def seconds(text: str) -> float:
@@ -18,15 +26,28 @@ def seconds(text: str) -> float:
 def sweep(arguments: argparse.Namespace) -> None:
     from angular_lab.experiments import experiment
     from angular_lab.sweep import Sweep
+    from angular_lab.sweep_workers import run_in_processes
 
     plan = experiment(arguments.name, arguments.scale)
     out: Path = arguments.out or Path("runs") / f"{plan.name}-{plan.scale}"
     runner = Sweep(plan, out, arguments.data, arguments.device)
-    runner.run(arguments.budget, arguments.extend)
-    for label, best in runner.chosen.items():
-        edge = f", at the grid's edge: {' and '.join(best.extend)}" if best.extend else ""
-        print(f"{label:30} best {best.lr:g}, loss {best.loss:.4f}{edge}")
+    budget = arguments.budget - (time.monotonic() - arguments.began)  # imports took seconds
+    if arguments.processes == 1:
+        runner.run(budget, arguments.extend)
+    else:
+        run_in_processes(runner, arguments.processes, budget, arguments.extend)
+    chosen = runner.chosen
+    for line in plan.lines:
+        print(f"{line.label:30} {_outcome(chosen.get(line.label))}")
     print(out)
+
+
+def _outcome(best: BestRate | None) -> str:
+    if best is None:
+        return "every value diverged: --extend N tries smaller ones"
+    # a single value is at both ends: there is no grid, and no edge to tell of
+    edge = f", at the grid's edge: {best.extend[0]}" if len(best.extend) == 1 else ""
+    return f"best {best.lr:g}, loss {best.loss:.4f}{edge}"
 
 
 def submit(arguments: argparse.Namespace) -> None:
@@ -37,14 +58,16 @@ def submit(arguments: argparse.Namespace) -> None:
     plan = experiment(arguments.name, arguments.scale)
     out: Path = arguments.out or Path("runs") / f"{plan.name}-{plan.scale}"
     settings = dict(launch.parameter(word) for word in arguments.set)
-    found = launch.jobs(Sweep(plan, out, arguments.data, arguments.device))
+    runner = Sweep(plan, out, arguments.data, arguments.device)
+    runner.extend = arguments.extend
+    found = launch.jobs(runner)
     print(launch.described(found, {"executor": arguments.executor, "folder": out, **settings}))
     if found and not arguments.dry_run:
         started = launch.submit(found, out / "jobs", arguments.executor, settings)
+        runner.write()
         print("\n".join(str(job.job_id) for job in started))
         if arguments.executor == "local":
-            for job in started:
-                print(job.result())
+            print("\n".join(launch.wait(started)))
 
 
 def report(arguments: argparse.Namespace) -> None:
@@ -90,9 +113,10 @@ def add_experiments(add: Callable[..., argparse.ArgumentParser]) -> None:
         sub.add_argument("--data", default="", help="folder of shards; default: the scale's own")
         sub.add_argument("--out", type=Path, help="folder of the runs")
         sub.add_argument("--device", default="", help="cpu or cuda; default: what there is")
+        sub.add_argument("--extend", type=int, default=0, help="rounds at a grid's edge")
         if name == "sweep":
             sub.add_argument("--budget", type=seconds, default=inf, help="540s, 30m, 2h")
-            sub.add_argument("--extend", type=int, default=0, help="rounds at a grid's edge")
+            sub.add_argument("--processes", type=int, default=1, help=PROCESSES)
         else:
             sub.add_argument("--executor", default="slurm", help="slurm or local")
             sub.add_argument("--dry-run", action="store_true", help="only say what would be done")

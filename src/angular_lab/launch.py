@@ -1,18 +1,24 @@
-"""A sweep's runs in other processes: several on this machine, or an array of Slurm jobs.
+"""A sweep's runs as jobs of their own, through submitit: an array of Slurm's, or here.
 
-They write the same folders as `sweep` in one process; a folder's lock keeps two from making the
+They write the same folders and manifest as `sweep`; a folder's lock keeps two from making the
 same run. A round takes what can run now; when it is done, the next one judges on further seeds.
 """
 
-from collections.abc import Sequence
+import signal
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from angular_lab.experiments import experiment
-from angular_lab.sweep import Entry, Sweep, make_entry, run_entry
+from angular_lab.preemption import Preempted, Sigterm, WorkerDied
+from angular_lab.rundir import RunDir
+from angular_lab.sweep import AGAIN, Sweep
+from angular_lab.sweep_entries import Entry, make_entry, run_entry
 
 EXECUTORS = ("local", "slurm")
+# submitit sends it before the time is over. Its own handler would leave at once, nothing saved.
+WARNING = signal.SIGUSR2
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,16 @@ class Job:
         plan = experiment(self.experiment, self.scale)
         line = next(line for line in plan.lines if line.label == self.label)
         entry = make_entry(plan, line, self.value, self.seed, self.root, self.data)
-        run_entry(entry, self.device)
+        sweep, run = Sweep(plan, self.root, self.data, self.device), RunDir(entry.folder)
+        run.claim()
+        try:
+            if not entry.done:  # somebody may have made it since the job was submitted
+                sweep.write()
+                with Sigterm(WARNING):
+                    run_entry(entry, run, self.device, models=sweep.models)
+        finally:
+            run.release()
+            sweep.write()
         return str(entry.folder)
 
 
@@ -61,8 +76,16 @@ def described(found: Sequence[Job], settings: dict[str, Any]) -> str:
     return "\n".join([*lines, f"{len(found)} jobs; {chosen}"])
 
 
+def attempt(job: Callable[[], str]) -> str | Preempted:
+    """What a job raises reaches `wait` as a text; that it saved and left is told by a value."""
+    try:
+        return job()
+    except Preempted as stopped:
+        return stopped
+
+
 def submit(
-    found: Sequence[Job], folder: Path, executor: str, settings: dict[str, Any]
+    found: Sequence[Callable[[], str]], folder: Path, executor: str, settings: dict[str, Any]
 ) -> list[Any]:
     """Start the jobs through submitit; `settings` are its parameters (slurm_partition, ...)."""
     if executor not in EXECUTORS:
@@ -71,7 +94,36 @@ def submit(
         import submitit
     except ImportError:
         raise ImportError("submitting wants submitit: pip install submitit") from None
-    machine = submitit.AutoExecutor(folder=folder, cluster=executor)
+    try:
+        machine = submitit.AutoExecutor(folder=folder, cluster=executor)
+    except RuntimeError as error:  # no srun
+        why = f"--executor {executor}: {error} --executor local starts them here"
+        raise ValueError(why) from None
     machine.update_parameters(**settings)
     with machine.batch():
+        if executor == "local":
+            return [machine.submit(attempt, job) for job in found]
+        # Nobody waits for them, and Slurm should not call a run that is not finished COMPLETED.
         return [machine.submit(job) for job in found]
+
+
+def wait(started: Sequence[Any]) -> list[str]:
+    """The folders that the jobs made, when all have ended. One that failed does not hide the
+    others' results; where none did, those that saved and left raise Preempted."""
+    folders: list[str] = []
+    failed: list[str] = []
+    saved: list[str] = []
+    for job in started:
+        if error := job.exception():
+            failed.append(f"job {job.job_id} failed, see {job.paths.stderr}:\n{error}")
+        elif isinstance(result := job.result(), Preempted):
+            saved.append(f"job {job.job_id} saved its run and left")
+        else:
+            folders.append(result)
+    if saved:
+        saved.append(f"{len(saved)} of {len(started)} jobs are unfinished; {AGAIN}")
+    if failed:
+        raise WorkerDied("\n".join([*failed, *saved]))
+    if saved:
+        raise Preempted("\n".join(saved))
+    return folders

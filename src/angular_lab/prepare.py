@@ -69,7 +69,7 @@ def prepare(
         job = Job(out, arguments, dtype_for(tokenizer.vocabulary))
         texts = _open(job, documents)
         tokenizer.save(out / TOKENIZER)
-        _encode(job, texts, tokenizer, workers or _cores(), progress)
+        _encode(job, texts, tokenizer, workers or cores(), progress)
         return _finish(job, tokenizer)
 
 
@@ -84,7 +84,7 @@ def _check(tokens: int | None, shard_tokens: int, val_fraction: float, workers: 
         raise ValueError(f"workers={workers} must be None or at least 1")
 
 
-def _cores() -> int:
+def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

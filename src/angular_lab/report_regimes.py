@@ -9,6 +9,9 @@ from statistics import median
 
 from angular_lab.report_runs import Run
 
+# Decay holds the angle only where it shortens the vector that the step is added to. Elsewhere it
+# acts on a length that has no part in the direction.
+DECAYING = ("adamw", "muon", "normuon")
 GROWING = ("muon", "normuon", "muown", "normuown")  # without decay nothing holds the rows' length
 UNIT_STEP = ("", "fan_ratio")  # scales at which a row's step has length lr
 
@@ -29,7 +32,7 @@ def prediction(run: Run) -> Prediction | None:
     if len(steps) < 2:
         return None
     tokens = [float(step * run.spec.tokens_per_step) for step in steps]
-    if optim.weight_decay > 0:
+    if optim.weight_decay > 0 and optim.name in DECAYING:
         level = sqrt(2 * optim.lr * optim.weight_decay)
         return Prediction(tokens, [level] * len(steps), "a plateau at √(2·lr·weight decay)")
     if optim.name in GROWING:

@@ -13,6 +13,8 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -45,26 +47,48 @@ class RunDir:
         return (self.path / "spec.json").exists()
 
     def claim(self) -> None:
-        """Take the folder for this process. The kernel drops the lock when the process dies."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        lock = open(self.path / "LOCK", "w")  # noqa: SIM115  (held for the process's life)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._lock = lock
-        except BlockingIOError:
-            lock.close()
+        if not self.try_claim():
             raise ValueError(
                 f"{self.path} is in use by another process: wait for it, or choose another --out"
-            ) from None
+            )
+
+    def try_claim(self) -> bool:
+        """Take the folder for this process, unless another one has it. The kernel drops the lock
+        when the process dies."""
+        path = self.path / "LOCK"
+        while True:
+            with suppress(FileExistsError):  # there when it was made, and then no more
+                self.path.mkdir(parents=True, exist_ok=True)
+            try:
+                lock = open(path, "w")  # noqa: SIM115  (held for the process's life)
+            except FileNotFoundError:  # one that let go just removed the folder
+                _check_links(path)  # or it can never be made
+                continue
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                lock.close()
+                return False
+            if _is_open(lock, path):
+                self._lock = lock
+                return True
+            lock.close()  # a lock on a file that is gone by now: another may have a new one
+
+    @property
+    def claimed(self) -> bool:
+        """By this object."""
+        return self._lock is not None
 
     def release(self) -> None:
         """Let go; a folder in which nothing began is not left behind."""
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
-            if sorted(self.path.iterdir()) == [self.path / "LOCK"]:
-                (self.path / "LOCK").unlink()
+        if self._lock is None:
+            return
+        if sorted(self.path.iterdir()) == [self.path / "LOCK"]:
+            (self.path / "LOCK").unlink()  # under the lock: nobody else has the folder
+            with suppress(OSError):  # unless somebody came since
                 self.path.rmdir()
+        self._lock.close()
+        self._lock = None
 
     def write_spec(self, spec: Spec, versions: dict[str, str], data: str = "") -> None:
         """`data` identifies the tokens: the same run cannot go on with others."""
@@ -138,6 +162,32 @@ def _parse_lines(path: Path) -> list[dict[str, Any]]:
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}, line {number} is no JSON: {error}") from None
     return lines
+
+
+def _check_links(path: Path) -> None:
+    """A link that leads nowhere is there for mkdir, and is not there for open."""
+    for place in (path, *path.parents):
+        if place.is_symlink() and not place.exists():
+            raise ValueError(
+                f"{place} is a link to {os.readlink(place)}, which is not there: make that "
+                "folder, or remove the link"
+            )
+
+
+def _is_open(file: IO[str], path: Path) -> bool:
+    """Whether the path still names this open file."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+@contextmanager
+def alone(path: Path) -> Generator[None, None, None]:
+    """One process at a time within the block; the others wait. `path` is made to hold the lock."""
+    with open(path, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -36,17 +36,19 @@ def data_folder(spec: Spec, ranks: Ranks, cache: Path = Path("data/stdlib")) -> 
 
 def train(
     spec: Spec,
-    out: Path,
+    out: Path | RunDir,
     resume: bool = False,
     device: str = "",
     until: float = inf,
     models: Models | None = None,
 ) -> RunDir:
     """Run a spec in a folder. With `resume`, go on where it stopped; a finished run returns.
-    At `until`, on the monotonic clock, the run is saved and left like one that got SIGTERM."""
+    At `until`, on the monotonic clock, the run is saved and left like one that got SIGTERM.
+    A folder that the caller has claimed stays claimed."""
     ranks = start_ranks(device)
-    run = RunDir(out)
-    if ranks.first:
+    run = out if isinstance(out, RunDir) else RunDir(out)
+    mine = ranks.first and not run.claimed
+    if mine:
         run.claim()
     ranks.barrier()
     try:
@@ -68,7 +70,8 @@ def train(
         trainer.train()
         return run
     finally:
-        run.release()
+        if mine:
+            run.release()
 
 
 def fingerprint(data: Path) -> str:
@@ -119,6 +122,8 @@ def _check_resumable(spec: Spec, run: RunDir, resume: bool) -> None:
             f"{run.path} holds a run already: add --resume auto to go on, or choose another --out"
         )
     before = run.read_spec()
+    if spec.parent and _parent(run, before).path.resolve() == _parent(run, spec).path.resolve():
+        before = replace(before, parent=spec.parent)  # one folder by two names
     if before == spec:
         return
     differences = [

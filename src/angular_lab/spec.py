@@ -33,7 +33,7 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class OptimSpec:
-    name: str = "angular_muown"  # adamw, muon, normuon, muown, normuown, angular_muown
+    name: str = "angular_muown"  # adamw or one of build.OPTIMIZERS
     lr: float = 0.02
     aux_lr: float = 0.0  # embeddings, heads, norms; 0: as lr
     radius_lr: float = 0.0  # row lengths; 0: as lr
@@ -48,6 +48,11 @@ class OptimSpec:
     orthogonalize: str = "polar_express"  # for every optimizer, as in the paper
     radius: str = "adam"
     split_blocks: bool = True  # fused matrices as their blocks
+    # AngularMuown beyond the paper
+    tangent_momentum: bool = False
+    tangent_polar: int = 0  # dual iterations
+    exact_angle: bool = False
+    row_beta: float = 0.0  # NorMuon's; 0: the optimizer's own, which is none for AngularMuown
 
 
 @dataclass(frozen=True)
@@ -126,6 +131,11 @@ class Spec:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def distinct(self) -> dict[str, Any]:
+        """What differs from the defaults. Names of runs are made from it, so that a new setting
+        does not rename the runs that never heard of it."""
+        return _different(self.to_dict(), Spec().to_dict())
+
     @staticmethod
     def from_dict(values: dict[str, Any]) -> "Spec":
         plain = {key: value for key, value in values.items() if not isinstance(value, dict)}
@@ -135,3 +145,11 @@ class Spec:
             optim=OptimSpec(**values["optim"]),
             schedule=ScheduleSpec(**values["schedule"]),
         )
+
+
+def _different(values: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _different(value, usual[key]) if isinstance(value, dict) else value
+        for key, value in values.items()
+        if value != usual[key]
+    }

@@ -5,195 +5,188 @@ are named by what is in them, so the same run is never made twice, and `sweep.js
 is what: the one thing that a report needs to know.
 """
 
-import hashlib
 import json
+import os
+import signal
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
 from math import inf
 from pathlib import Path
 from typing import Any
 
 from angular_lab.build import Models
-from angular_lab.experiments import Experiment, Line
-from angular_lab.health import NotFinite
-from angular_lab.overrides import override
-from angular_lab.rundir import RunDir, write_atomically
-from angular_lab.runs import branch_spec, train, trunk_spec
-from angular_lab.spec import Spec
+from angular_lab.experiment_plan import Experiment, Line
+from angular_lab.preemption import Preempted, Sigterm
+from angular_lab.rundir import RunDir, alone, write_atomically
 from angular_lab.statistics import BestRate, best_rate
+from angular_lab.sweep_entries import Entry, make_entry, run_entry
 
 MANIFEST = "sweep.json"
-DIVERGED = "DIVERGED"
+FAILED = ".failed"
+WAIT = 0.5  # seconds between looks at runs that other processes make
+AGAIN = "the same command goes on"
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One run of a sweep, with its cool-downs: a line at a value with a seed."""
+class Grid:
+    """A line on the first seed. No best until all values are done, and none where all diverged."""
 
-    line: Line
-    value: float
-    seed: int
-    spec: Spec
-    folder: Path
-    horizons: tuple[int, ...]
-
-    @property
-    def ends(self) -> dict[int, Path]:
-        """The folder whose last evaluation counts, for every horizon."""
-        if len(self.horizons) == 1:
-            return {self.horizons[0]: self.folder}
-        return {h: self.folder.with_name(f"{self.folder.name}-to{h}") for h in self.horizons}
-
-    @property
-    def diverged(self) -> bool:
-        return (self.folder / DIVERGED).exists()
-
-    @property
-    def done(self) -> bool:
-        return self.diverged or all(RunDir(folder).done for folder in self.ends.values())
-
-    @property
-    def loss(self) -> float:
-        """At the longest horizon; infinite where training broke down."""
-        if self.diverged:
-            return inf
-        lines = RunDir(self.ends[self.horizons[-1]]).read_metrics()
-        return next(line["val_loss"] for line in reversed(lines) if "val_loss" in line)
-
-
-def make_entry(
-    experiment: Experiment, line: Line, value: float, seed: int, root: Path, data: str = ""
-) -> Entry:
-    spec = override(line.spec, [f"{line.axis}={value!r}"])
-    spec = replace(spec, seed=seed, steps=experiment.horizons[-1], data=data or spec.data)
-    content = json.dumps([spec.to_dict(), experiment.horizons], sort_keys=True)
-    label = "".join(c if c.isalnum() else "-" for c in line.label).strip("-")
-    short = hashlib.sha256(content.encode()).hexdigest()[:8]
-    name = f"{label}-{line.axis.rpartition('.')[2]}{value:g}-seed{seed}-{short}"
-    return Entry(line, value, seed, spec, root / name, experiment.horizons)
+    entries: list[Entry]
+    best: BestRate | None = None
 
 
 class Sweep:
-    """Runs in this process, within a time: `until` on the monotonic clock."""
+    """An experiment in a folder. What is done and what is left is read from the run folders each
+    time, never remembered: other processes may work on them."""
 
     def __init__(
         self, experiment: Experiment, root: Path, data: str = "", device: str = ""
     ) -> None:
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise ValueError(
+                "a sweep under torchrun: each of its runs is one process; start it without, with "
+                "sweep --processes N or as jobs with submit"
+            )
         self.experiment, self.root, self.data, self.device = experiment, root, data, device
-        self.until = inf
+        self.until, self.extend = inf, 0
         self.models = Models()
-        self.entries: list[Entry] = []
-        self.chosen: dict[str, BestRate] = {}
+        self.marks: Path | None = None  # where processes that share the work note what failed
+        self.say: Callable[[str], None] = _say
 
     def run(self, budget: float = inf, extend: int = 0) -> None:
-        """All of it. Raises Preempted when the budget is spent, with everything saved; the same
-        call goes on. `extend`: how often a grid may grow at the edge where its best value lies."""
-        self.until = time.monotonic() + budget
-        for line in self.experiment.lines:
-            first, *others = self.experiment.seeds
-            values = list(line.values)
-            for _ in range(extend + 1):
-                best = self._choose(line, values, first)
-                if len(best.extend) != 1:  # inside, or a single value: there is no grid to extend
-                    break
-                values = _extended(values, best.extend[0])
-            self.chosen[line.label] = best
-            for seed in others:
-                self._run_one(self._entry(line, best.lr, seed))
-            self._write()
+        """All of it. Raises Preempted when the budget is spent or at SIGTERM and Ctrl-C, with
+        everything saved; the same call goes on. `extend`: how often a grid may grow at the edge
+        where its best value lies. Runs that other processes make are waited for."""
+        self.until, self.extend = time.monotonic() + budget, extend
+        self.write()
+        waiting = False
+        with Sigterm(signal.SIGINT) as stop:
+            while entries := [entry for entry in self.pending() if not self._failed(entry)]:
+                if stop.received or time.monotonic() >= self.until:
+                    raise Preempted(f"{self.root} is unfinished; {AGAIN}")
+                taken = self._claim(entries)
+                if taken:
+                    self._make(*taken)
+                else:
+                    if not waiting:
+                        self.say("waiting: other processes make all that can be made now")
+                    time.sleep(WAIT)
+                waiting = not taken
 
-    def _entry(self, line: Line, value: float, seed: int) -> Entry:
-        return make_entry(self.experiment, line, value, seed, self.root, self.data)
-
-    def _choose(self, line: Line, values: list[float], seed: int) -> BestRate:
-        entries = [self._entry(line, value, seed) for value in values]
-        for entry in entries:
-            self._run_one(entry)
-        return best_rate({entry.value: entry.loss for entry in entries})
+    def grid(self, line: Line, extend: int = 0) -> Grid:
+        """Its values, with those that were added at an edge: as their folders tell, or on request.
+        Where all diverged, smaller ones are the edge to try."""
+        values, first = list(line.values), self.experiment.seeds[0]
+        for rounds in count():
+            entries = [self._entry(line, value, first) for value in values]
+            if not all(entry.done for entry in entries):
+                return Grid(entries)
+            best = _best(entries)
+            edge = best.extend if best else ("below",)
+            if len(edge) != 1 or len(values) < 2:  # a single value is no grid to extend
+                break
+            more = _next(values, edge[0])
+            if rounds >= extend and not self._entry(line, more, first).folder.exists():
+                break
+            values = sorted([*values, more])
+        return Grid(entries, best)
 
     def pending(self) -> list[Entry]:
         """What could run now, each by itself: values on the first seed, and where all of a line's
-        are done, its best value on the others."""
+        are done, its best value on the others. A line with one value has nothing to wait for."""
         found: list[Entry] = []
-        first, *others = self.experiment.seeds
         for line in self.experiment.lines:
-            tried = [self._entry(line, value, first) for value in line.values]
-            if all(entry.done for entry in tried):
-                best = best_rate({entry.value: entry.loss for entry in tried})
-                tried = [self._entry(line, best.lr, seed) for seed in others]
-            found += [entry for entry in tried if not entry.done]
+            grid = self.grid(line, self.extend)
+            wanted = list(grid.entries)
+            if grid.best or len(line.values) == 1:
+                value = grid.best.lr if grid.best else line.values[0]
+                wanted += [self._entry(line, value, seed) for seed in self.experiment.seeds[1:]]
+            found += [entry for entry in wanted if not entry.done]
         return found
 
-    def _run_one(self, entry: Entry) -> None:
-        if entry.folder not in [known.folder for known in self.entries]:
-            self.entries.append(entry)
-            self._write()
-        if not entry.done:
-            run_entry(entry, self.device, self.until, self.models)
-        self._write()
+    @property
+    def entries(self) -> list[Entry]:
+        """The runs that have begun."""
+        found: list[Entry] = []
+        for line in self.experiment.lines:
+            values = [entry.value for entry in self.grid(line).entries]
+            found += [self._entry(line, v, seed) for seed in self.experiment.seeds for v in values]
+        return [entry for entry in found if entry.folder.exists()]
 
-    def _write(self) -> None:
+    @property
+    def chosen(self) -> dict[str, BestRate]:
+        grids = ((line.label, self.grid(line)) for line in self.experiment.lines)
+        return {label: grid.best for label, grid in grids if grid.best}
+
+    def write(self) -> None:
+        """The manifest. What it says is read under the lock, so that the last writer is right."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        with alone(self.root / f"{MANIFEST}.lock"):
+            content = json.dumps(self._content(), indent=1)
+            write_atomically(self.root / MANIFEST, content + "\n")
+
+    def _content(self) -> dict[str, Any]:
         experiment = self.experiment
-        content = {
+        return {
             "experiment": experiment.name,
             "scale": experiment.scale,
             "title": experiment.title,
             "lines": [line.label for line in experiment.lines],
             "horizons": experiment.horizons,
             "seeds": experiment.seeds,
-            "entries": [_described(entry, self.root) for entry in self.entries],
+            "entries": [entry.described() for entry in self.entries],
             "chosen": {
                 label: {"value": best.lr, "edge": list(best.extend)}
                 for label, best in self.chosen.items()
             },
         }
-        self.root.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.root / MANIFEST, json.dumps(content, indent=1) + "\n")
+
+    def _entry(self, line: Line, value: float, seed: int) -> Entry:
+        return make_entry(self.experiment, line, value, seed, self.root, self.data)
+
+    def _claim(self, entries: list[Entry]) -> tuple[Entry, RunDir] | None:
+        """The first that nobody else makes; first of all one that needs no new model."""
+        for entry in sorted(entries, key=lambda entry: not self.models.fits(entry.spec)):
+            run = RunDir(entry.folder)
+            if run.try_claim():
+                if not entry.done:
+                    return entry, run
+                run.release()  # somebody finished it since we looked
+        return None
+
+    def _make(self, entry: Entry, run: RunDir) -> None:
+        try:
+            self.say(entry.folder.name)
+            self.write()
+            run_entry(entry, run, self.device, self.until, self.models)
+        except Preempted:
+            raise Preempted(f"{entry.folder.name} is saved; {AGAIN}") from None
+        except Exception:
+            if self.marks:
+                (self.marks / f"{entry.folder.name}{FAILED}").touch()
+            raise
+        finally:
+            run.release()
+            self.write()
+
+    def _failed(self, entry: Entry) -> bool:
+        return self.marks is not None and (self.marks / f"{entry.folder.name}{FAILED}").exists()
 
 
-def run_entry(
-    entry: Entry, device: str = "", until: float = inf, models: Models | None = None
-) -> None:
-    try:
-        for spec, folder in _stages(entry):
-            train(spec, folder, True, device, until, models)
-    except NotFinite as error:  # a rate too high is a result, not a failure of the sweep
-        write_atomically(entry.folder / DIVERGED, f"{error}\n")
-        print(f"{entry.folder.name} diverged: {error}", file=sys.stderr)
+def _best(entries: list[Entry]) -> BestRate | None:
+    losses = {entry.value: entry.loss for entry in entries}
+    return best_rate(losses) if any(loss < inf for loss in losses.values()) else None
 
 
-def _stages(entry: Entry) -> Iterator[tuple[Spec, Path]]:
-    """Specs and folders to train, in order; a branch's spec needs its trunk to be there."""
-    if len(entry.horizons) == 1:
-        yield entry.spec, entry.folder
-        return
-    share = entry.spec.schedule.decay
-    trunk, branches = trunk_spec(entry.spec, list(entry.horizons), share)
-    yield trunk, entry.folder
-    for start, length in branches:
-        yield (
-            branch_spec(RunDir(entry.folder), start, length),
-            entry.ends[start + length],
-        )
-
-
-def _extended(values: list[float], edge: str) -> list[float]:
+def _next(values: list[float], edge: str) -> float:
     """One more value at the edge, as far from it as its neighbour is, in ratio."""
     ordered = sorted(values)
-    if edge == "below":
-        return [ordered[0] ** 2 / ordered[1], *ordered]
-    return [*ordered, ordered[-1] ** 2 / ordered[-2]]
+    last, neighbour = (ordered[0], ordered[1]) if edge == "below" else (ordered[-1], ordered[-2])
+    return last**2 / neighbour
 
 
-def _described(entry: Entry, root: Path) -> dict[str, Any]:
-    status = "diverged" if entry.diverged else "done" if entry.done else "unfinished"
-    return {
-        "label": entry.line.label,
-        "axis": entry.line.axis,
-        "value": entry.value,
-        "seed": entry.seed,
-        "status": status,
-        "folders": {str(h): str(path.relative_to(root)) for h, path in entry.ends.items()},
-    }
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

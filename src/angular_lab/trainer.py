@@ -1,6 +1,7 @@
 """The training loop: batch, step, evaluate, log, save."""
 
 import time
+from contextlib import closing
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from angular_lab import build, checkpoint
 from angular_lab.evaluate import evaluate
 from angular_lab.health import NotFinite, OnHost, culprit, weights_are_finite
+from angular_lab.passes import Passes, can_record
 from angular_lab.preemption import Preempted, Sigterm
 from angular_lab.prefetch import Prefetcher
 from angular_lab.progress import Progress
@@ -49,6 +51,8 @@ class Trainer:
         self.autocast = torch.autocast(
             ranks.device.type, torch.bfloat16, enabled=spec.precision == "bf16"
         )
+        recorded = can_record(spec, self.model, ranks)
+        self.passes = Passes(self.parallel, self.autocast, recorded)
         self.monitor = AngleMonitor(self.model, self.optimizer, max(1, spec.angle_every))
         if not spec.angle_every:
             self.monitor.close()
@@ -66,9 +70,11 @@ class Trainer:
         self.monitor.read()  # loading takes a step for show, which it measured
 
     def train(self) -> None:
-        """Take the remaining steps. The loop is the whole story."""
+        """Take the remaining steps, once. The loop is the whole story."""
         self.progress.start(self.step)
-        with Sigterm() as sigterm, self.progress, self.prefetch() as batches:
+        # Optimizer and monitor hold each other until it is closed; then all is free at once.
+        monitor = closing(self.monitor)
+        with monitor, Sigterm() as sigterm, self.progress, self.prefetch() as batches:
             for tokens, targets in batches:
                 loss = self.forward_backward(tokens, targets)
                 if self.is_finite(tokens, targets):
@@ -91,12 +97,10 @@ class Trainer:
         total = torch.zeros((), device=self.ranks.device)
         for i, (part, wanted) in enumerate(parts):
             build.synchronize_gradients(self.parallel, i == len(parts) - 1)
-            with self.autocast:
-                loss = self.parallel(part, wanted) * (len(part) / len(tokens))
-            total += loss.detach()
+            total += self.passes.forward(part, wanted, len(part) / len(tokens))
             if i == len(parts) - 1:
                 self.host_loss = OnHost(total)
-            loss.backward()
+            self.passes.backward()
         return total
 
     def update(self) -> None:
@@ -105,7 +109,7 @@ class Trainer:
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * factor
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.passes.clear()
         build.balance_experts(self.model, self.ranks)
 
     def measure(self, loss: torch.Tensor) -> dict[str, Any]:
@@ -159,7 +163,7 @@ class Trainer:
             return True
         if skipping:
             self.skipped += 1
-            self.optimizer.zero_grad()
+            self.passes.clear()
             for load in self.model.loads():
                 load.zero_()
             return False

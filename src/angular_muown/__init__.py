@@ -3,12 +3,15 @@
 from angular_muown.monitor import AngleMonitor
 from angular_muown.optimizers import AngularMuown, Muon, Muown, NorMuon, NorMuown
 from angular_muown.plan import Plan, plan
+from angular_muown.rivals import Hyperball, MagnitudeDirection
 from angular_muown.schedules import cosine, inverse_polynomial, wsd
 
 __version__ = "0.1.0"
 __all__ = [
     "AngleMonitor",
     "AngularMuown",
+    "Hyperball",
+    "MagnitudeDirection",
     "Muon",
     "Muown",
     "NorMuon",

@@ -51,6 +51,7 @@ def _one_of(names: Any) -> tuple[Callable[[Any], bool], str]:
 _RATE = (_is_rate, "a finite number >= 0")
 _FRACTION = (_is_fraction, "a number in [0, 1)")
 _BOOL = (_is_bool, "True or False")
+_COUNT = (lambda x: _is_number(x) and isinstance(x, int) and x >= 0, "a whole number >= 0")
 _CUT = (_is_cut, "None, a number of equal blocks >= 1, or a list of block sizes")
 
 RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -62,13 +63,13 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "two numbers in [0, 1)",
     ),
     "eps": _RATE,
-    "warmup_steps": (
-        lambda x: isinstance(x, int) and not isinstance(x, bool) and x >= 0,
-        "a whole number >= 0",
-    ),
+    "warmup_steps": _COUNT,
     "decay_scale": _RATE,
     "decay_degree": _RATE,
-    "row_beta": _FRACTION,
+    "row_beta": (lambda x: x is None or _is_fraction(x), "None or a number in [0, 1)"),
+    "tangent_momentum": _BOOL,
+    "tangent_polar": _COUNT,
+    "exact_angle": _BOOL,
     "radius_lr": (lambda x: x is None or _is_rate(x), "None (follow lr) or a finite number >= 0"),
     "weight_decay": _RATE,
     "maximize": _BOOL,
@@ -107,6 +108,13 @@ def check_values(group: Mapping[str, Any]) -> None:
             f"radius_lr={group['radius_lr']!r} with lr=0: radius_lr is scheduled in proportion to "
             "lr, so lr must start above 0"
         )
+    if matrices and group.get("exact_angle"):
+        for key, allowed in (("scale", ("fan_ratio", "none")), ("row_beta", (None,))):
+            if group[key] not in allowed:
+                raise ValueError(
+                    f"{key}={group[key]!r} with exact_angle=True, where every row turns by "
+                    f"lr * kappa whatever its length in Q: leave {key} at its default"
+                )
 
 
 def parameter_names(group: Mapping[str, Any], index: int) -> list[str]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from angular_muown.kernels.groups import FusedGroups
 
 State = dict[str, Any]
-HOME = "angular_muown.optimizers"  # where the family's members are defined
+HOMES = ("angular_muown.optimizers", "angular_muown.rivals")  # where members are defined
 
 ENGINE_DEFAULTS: dict[str, Any] = {
     "algorithm": "matrix",
@@ -36,6 +36,11 @@ ENGINE_DEFAULTS: dict[str, Any] = {
     "capturable": False,
     "workspace": 0.25,
 }
+
+
+def arguments(local_names: dict[str, Any]) -> dict[str, Any]:
+    """A member's keyword arguments, from `locals()`: the group's defaults one to one."""
+    return {k: v for k, v in local_names.items() if k not in ("self", "params", "__class__")}
 
 
 def rates(group: dict[str, Any], dtype: torch.dtype) -> tuple[float | Tensor, float | Tensor]:
@@ -56,10 +61,10 @@ def update(
     (lr, radius_lr), rows = rates(group, stack.compute), stack.gather_rows()
     at = recipe.chart.split(stack.gather_W(), stack.gather_G(), rows)
     M, X = heavy_ball(stack.gather_M(), at.T, group["momentum"], group["nesterov"])
-    Q = recipe.orthogonalize(X)
+    Q = recipe.tangent(recipe.orthogonalize, X, at.U)
     for observe in observers:
-        observe(stack.parts, at.U, Q)
-    Q = recipe.normalize(Q, rows)
+        observe(stack.parts, at.U, Q, None)
+    Q = recipe.normalize(Q, at.U, rows)
     # Decoupled decay, W <- (1 - lr weight_decay) W: since W = g U, it shrinks through g alone.
     g = at.g * (1 - lr * group["weight_decay"]) if group["weight_decay"] else at.g
     g = recipe.radius(g, at.r, rows, radius_lr, stack.t)
@@ -91,7 +96,7 @@ class Engine(torch.optim.Optimizer):
         """Checks everything before the group is added: an error leaves the optimizer as it was."""
         # A copy, so that one plan can serve several optimizers. The member's name goes along, so
         # that another's state is recognised; a subclass of the user's counts as its parent.
-        members = (kind.__name__ for kind in type(self).__mro__ if kind.__module__ == HOME)
+        members = (kind.__name__ for kind in type(self).__mro__ if kind.__module__ in HOMES)
         param_group = {**param_group, "family": next(members, type(self).__name__)}
         checks.check_keys(param_group, self.defaults, type(self).__name__)
         group = {**self.defaults, **param_group}
@@ -207,15 +212,15 @@ class Engine(torch.optim.Optimizer):
             state["momentum_buffer"] = zeros_like(p, dtype)
         for name in recipe.rows:
             if name not in state:
-                shape = Layout.of(group).row_shape(p)
+                shape = Layout.of(group).vector_shape(p, name)
                 state[name] = torch.zeros(shape, dtype=compute, device=p.device)
         if group["write_back"] == "master" and p.dtype != compute and "master" not in state:
             state["master"] = zeros_like(p, compute).copy_(p)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Like every torch optimizer, takes over the groups' values from the state dict; where
-        that changes kappa, a warning shows both values. State of another member, algorithm or cut
-        is refused. State keeps the dtypes it was saved in."""
+        that changes the method or kappa, a warning shows both values. State of another member,
+        algorithm or cut is refused. State keeps the dtypes it was saved in."""
         self.release()
         own = [{key: group[key] for key in capture.OWN} for group in self.param_groups]
         load_keeping_dtypes(self, super().load_state_dict, state_dict)

@@ -13,7 +13,11 @@ StateDict = dict[str, Any]
 SHAPED_LIKE_WEIGHT = ("momentum_buffer", "master")
 # What gives the state its meaning: a state dict with other values belongs to other groups.
 MEANING = ("algorithm", "view", "transposed", "blocks", "column_blocks")
-KAPPA = ("warmup_steps", "decay_scale", "decay_degree")  # what a caller would miss
+# What makes it another method or another kappa: a caller would miss it, and the state fits both.
+METHOD = (
+    *("warmup_steps", "decay_scale", "decay_degree"),
+    *("exact_angle", "tangent_polar", "tangent_momentum", "row_beta", "radius"),
+)
 
 
 def load_keeping_dtypes(
@@ -90,8 +94,8 @@ def _check_shapes(optimizer: Optimizer, state_dict: StateDict) -> None:
         layout = Layout.of(saved)
         for i, (p, key) in enumerate(zip(group["params"], saved["params"], strict=False)):
             for name, value in state_dict["state"].get(key, {}).items():
-                rows = saved["algorithm"] == "matrix" and name not in SHAPED_LIKE_WEIGHT
-                wanted = layout.row_shape(p) if rows else tuple(p.shape)
+                vector = saved["algorithm"] == "matrix" and name not in SHAPED_LIKE_WEIGHT
+                wanted = layout.vector_shape(p, name) if vector else tuple(p.shape)
                 if name != "step" and tuple(value.shape) != wanted:
                     label = group["param_names"][i] if "param_names" in group else f"number {i}"
                     raise ValueError(
@@ -101,11 +105,13 @@ def _check_shapes(optimizer: Optimizer, state_dict: StateDict) -> None:
 
 
 def _changed_values(optimizer: Optimizer, state_dict: StateDict) -> list[str]:
-    pairs = zip(optimizer.param_groups, state_dict["param_groups"], strict=False)
+    """An older state dict lacks settings; `Engine.__setstate__` then takes the defaults."""
+    saved_groups = [{**optimizer.defaults, **group} for group in state_dict["param_groups"]]
+    pairs = zip(optimizer.param_groups, saved_groups, strict=False)
     return [
         f"group {i}: {key}={saved[key]!r} from the state dict replaces {key}={group[key]!r}; to "
         f"keep yours, set optimizer.param_groups[{i}][{key!r}] = {group[key]!r} after loading"
         for i, (group, saved) in enumerate(pairs)
-        for key in KAPPA
+        for key in METHOD
         if key in group and key in saved and group[key] != saved[key]
     ]

@@ -5,8 +5,9 @@
     if values := monitor.read():                           # {} until something was measured
         wandb.log(values)                                  # or writer.add_scalar(k, v, step)
 
-A measured step costs a copy of the hidden matrices and one product Q Q^T each; the others cost
-nothing. Numbers stay on the device until `read`.
+A measured step costs one product Q Q^T for each hidden matrix, and a copy of those whose angles
+the step does not measure itself: this package's kernels do. The other steps cost nothing. Numbers
+stay on the device until `read`.
 """
 
 from collections import defaultdict
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from angular_muown.engine import ENGINE_DEFAULTS, Engine
 from angular_muown.placement import whole
 from angular_muown.roles import hidden_matrices
-from angular_muown.stages.charts import nonzero, normalize_rows, row_norm
+from angular_muown.stages.charts import chord_angle, nonzero, normalize_rows, row_norm
 from angular_muown.stages.normalize import frobenius
 from angular_muown.views import Layout
 
@@ -27,14 +28,13 @@ from angular_muown.views import Layout
 def row_angles(before: Tensor, after: Tensor) -> Tensor:
     """Radians between rows; nan where one of them is zero.
 
-    2 asin(|u' - u| / 2): arccos cannot see below 3e-4 rad in float32. A row that went through zero
-    changed its sign but did not turn, so u and -u count as the same direction.
+    A row that went through zero changed its sign but did not turn, so u and -u count as the same
+    direction. Kernels that write W say the same of its rows: `_chord` in kernels/after.py.
     """
     u, v = normalize_rows(before), normalize_rows(after)
     chord = torch.minimum(row_norm(v - u), row_norm(v + u))
-    angle = 2 * torch.asin((chord / 2).clamp(max=1))
     defined = (row_norm(before) > 0) & (row_norm(after) > 0)
-    return torch.where(defined, angle, torch.full_like(angle, torch.nan)).squeeze(-1)
+    return torch.where(defined, chord_angle(chord), torch.full_like(chord, torch.nan)).squeeze(-1)
 
 
 def orthogonality_error(Q: Tensor) -> Tensor:
@@ -58,7 +58,8 @@ class AngleMonitor:
         self.model, self.optimizer, self.every = model, optimizer, every
         self.steps = 0
         self._layouts: dict[str, Layout] = {}
-        self._before: dict[str, list[Tensor]] = {}
+        self._before: dict[str, list[Tensor]] = {}  # copies
+        self._angles: dict[str, list[Tensor]] = {}  # that the step measured itself
         self._measured: dict[str, dict[str, Tensor]] = {}
         self._observed: dict[str, dict[str, Any]] = {}  # sums over a parameter's pieces
         self._kappa: float | None = None
@@ -114,9 +115,11 @@ class AngleMonitor:
         self._measured = {name: {} for name in parameters}
         self._observed = defaultdict(lambda: defaultdict(float))
         self._layouts = {name: Layout.of(group) for name, (_, group) in parameters.items()}
-        for name, (p, _group) in parameters.items():
-            self._before[name] = self._matrices(name, p, copy=True)
-        if isinstance(optimizer, Engine):
+        self._before, self._angles = {}, defaultdict(list)
+        if not isinstance(optimizer, Engine):
+            for name, (p, _group) in parameters.items():
+                self._before[name] = self._matrices(name, p, copy=True)
+        else:  # what it steps is shown to us in time
             self._stop_observing()
             optimizer.observers = (*optimizer.observers, self._observe)
             groups = [group for _, group in parameters.values()]
@@ -132,7 +135,9 @@ class AngleMonitor:
             others = tuple(o for o in self.optimizer.observers if o != self._observe)
             self.optimizer.observers = others
 
-    def _observe(self, parts: Sequence[tuple[Tensor, int]], U: Tensor, Q: Tensor) -> None:
+    def _observe(
+        self, parts: Sequence[tuple[Tensor, int]], U: Tensor, Q: Tensor, angles: Tensor | None
+    ) -> None:
         named: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         rows = Q.shape[-2]
         sums = {
@@ -142,7 +147,14 @@ class AngleMonitor:
         start = 0
         for parameter, count in parts:
             part = slice(start, start := start + count)
-            seen = self._observed[named.get(parameter, "")]
+            name = named.get(parameter, "")
+            if name not in self._layouts:
+                continue
+            if angles is not None:
+                self._angles[name].append(angles[part].flatten())
+            elif name not in self._before:  # before the first of its pieces is written
+                self._before[name] = self._matrices(name, parameter, copy=True)
+            seen = self._observed[name]
             seen["rows"] += rows * count
             for key, value in sums.items():
                 seen[key] += value[part].sum()
@@ -155,12 +167,18 @@ class AngleMonitor:
         self._stop_observing()
         for name, seen in self._observed.items():
             count = seen.pop("rows")
-            self._measured.get(name, {}).update({key: x / count for key, x in seen.items()})
+            self._measured[name].update({key: x / count for key, x in seen.items()})
         for name, (p, _group) in self._parameters().items():
             after = self._matrices(name, p)
-            pairs = zip(self._before.pop(name), after, strict=True)
-            angles = [row_angles(a, b).flatten() for a, b in pairs]
-            self._record(name, torch.cat(angles), torch.cat([row_norm(X).flatten() for X in after]))
+            norms = torch.cat([row_norm(X).flatten() for X in after])
+            self._record(name, self._turned(name, after), norms)
+
+    def _turned(self, name: str, after: list[Tensor]) -> Tensor:
+        if name in self._angles:
+            return torch.cat(self._angles.pop(name))
+        before = self._before.pop(name, after)  # of what was not stepped there is no copy
+        pairs = zip(before, after, strict=True)
+        return torch.cat([row_angles(a, b).flatten() for a, b in pairs])
 
     def _record(self, name: str, angles: Tensor, norms: Tensor) -> None:
         turned = angles.nan_to_num()

@@ -9,7 +9,8 @@ Arguments that all members share:
     lr: learning rate eta, a float or a one-element tensor; schedulers act on it.
     momentum, nesterov: beta, and whether the look-ahead is used.
     betas, eps: Adam's, for the row lengths and for groups with algorithm="adamw".
-    scale: "fan_ratio" sqrt(max(1, m/n)), "adam_rms" 0.2 sqrt(max(m, n)), "rms" or "none".
+    scale: "fan_ratio" sqrt(max(1, m/n)), "adam_rms" 0.2 sqrt(max(m, n)), "rms",
+        "aspect" sqrt(max(m/n, n/m)) or "none".
     orthogonalize: "polar_express", "newton_schulz", "gram" or "svd".
     weight_decay: decoupled, W <- (1 - lr * weight_decay) W.
     maximize: ascend.
@@ -22,39 +23,21 @@ Arguments of the members with row lengths:
     radius_lr: the row lengths' learning rate at the initial lr; follows lr's schedule. None: lr.
 """
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from angular_muown.engine import Engine
-from angular_muown.recipe import Radius, Recipe
+from angular_muown.engine import Engine, arguments
+from angular_muown.recipe import Recipe, polar_of, radius_of, rows_of, scale_of
 from angular_muown.schedules import angle_degrees, inverse_polynomial
-from angular_muown.stages.charts import Flat, Oblique, WeightNorm
-from angular_muown.stages.normalize import RowSecondMoment
-from angular_muown.stages.orthogonalize import ORTHOGONALIZERS
-from angular_muown.stages.radius import RADII
-from angular_muown.stages.scale import SCALES
+from angular_muown.stages.charts import Flat, Geodesic, Oblique, WeightNorm
+from angular_muown.stages.normalize import UnitTangents
+from angular_muown.stages.scale import none
+from angular_muown.stages.tangent import constrained, free, projected
 
 Group = dict[str, Any]
-
-
-def _arguments(local_names: dict[str, Any]) -> dict[str, Any]:
-    """A constructor's keyword arguments: the group's defaults one to one."""
-    return {k: v for k, v in local_names.items() if k not in ("self", "params", "__class__")}
-
-
-def _polar(group: Group) -> Callable[[Tensor], Tensor]:
-    return ORTHOGONALIZERS[group["orthogonalize"]]
-
-
-def _scale(group: Group) -> Callable[[int, int], float]:
-    return SCALES[group["scale"]]
-
-
-def _radius(group: Group) -> Radius:
-    return RADII[group["radius"]](group["betas"], group["eps"])
 
 
 class AngularMuown(Engine):
@@ -70,6 +53,13 @@ class AngularMuown(Engine):
         warmup_steps: steps at kappa = 1; use the warm-up of your learning-rate schedule.
         decay_scale, decay_degree: c and p of kappa; degree 0 keeps kappa = 1 (for a schedule of
             lr that falls all the way, such as cosine).
+    Beyond the paper, all off by default:
+        tangent_momentum: polar(X) of X_i - <X_i, U_i> U_i, with X = T + beta M.
+        tangent_polar: so many dual iterations towards the polar factor with <Q_i, U_i> = 0 (the
+            paper's Algorithm 2), each at the cost of one more polar factor; 2 go a long way.
+        exact_angle: every row turns by lr kappa exactly, on the great circle that Q_i's tangent
+            part points along; rows without one stay. The scale plays no part.
+        row_beta: NorMuon's row second moment on Q.
 
     Paper: Huebler, Lion, Orvieto, He: Muown Implicitly Performs Angular Step-size Decay, 2026.
     """
@@ -86,6 +76,10 @@ class AngularMuown(Engine):
         warmup_steps: int = 0,
         decay_scale: float = 1e-3,
         decay_degree: float = 1.0,
+        tangent_momentum: bool = False,
+        tangent_polar: int = 0,
+        exact_angle: bool = False,
+        row_beta: float | None = None,
         scale: str = "fan_ratio",
         orthogonalize: str = "polar_express",
         radius: str = "adam",
@@ -97,7 +91,7 @@ class AngularMuown(Engine):
         capturable: bool = False,
         workspace: float = 0.25,
     ) -> None:
-        super().__init__(params, _arguments(locals()))
+        super().__init__(params, arguments(locals()))
 
     def kappa(self, group: Group) -> Any:
         """The angular multiplier of the group's next step; a tensor where the step is one."""
@@ -107,11 +101,16 @@ class AngularMuown(Engine):
 
     def angle(self, group: Group) -> float:
         """Degrees that the next step turns a typical row by (with the fan_ratio scale)."""
-        return angle_degrees(float(group["lr"]), float(self.kappa(group)))
+        return angle_degrees(float(group["lr"]), float(self.kappa(group)), group["exact_angle"])
 
     def recipe(self, group: Group) -> Recipe:
-        stages = {"radius": _radius(group), "kappa": self.kappa(group)}
-        return Recipe(Oblique(), _polar(group), _scale(group), **stages)
+        tangent = projected if group["tangent_momentum"] else free
+        if group["tangent_polar"]:
+            tangent = partial(constrained, iterations=group["tangent_polar"])
+        stages = {"radius": radius_of(group), "kappa": self.kappa(group), "tangent": tangent}
+        if group["exact_angle"]:
+            return Recipe(Geodesic(), polar_of(group), none, UnitTangents(), **stages)
+        return Recipe(Oblique(), polar_of(group), scale_of(group), rows_of(group), **stages)
 
 
 class Muown(Engine):
@@ -145,10 +144,10 @@ class Muown(Engine):
         capturable: bool = False,
         workspace: float = 0.25,
     ) -> None:
-        super().__init__(params, _arguments(locals()))
+        super().__init__(params, arguments(locals()))
 
     def recipe(self, group: Group) -> Recipe:
-        return Recipe(WeightNorm(), _polar(group), _scale(group), radius=_radius(group))
+        return Recipe(WeightNorm(), polar_of(group), scale_of(group), radius=radius_of(group))
 
 
 class NorMuown(Engine):
@@ -175,11 +174,11 @@ class NorMuown(Engine):
         capturable: bool = False,
         workspace: float = 0.25,
     ) -> None:
-        super().__init__(params, _arguments(locals()))
+        super().__init__(params, arguments(locals()))
 
     def recipe(self, group: Group) -> Recipe:
-        rows = RowSecondMoment(group["row_beta"])
-        return Recipe(WeightNorm(), _polar(group), _scale(group), rows, _radius(group))
+        stages = (polar_of(group), scale_of(group), rows_of(group), radius_of(group))
+        return Recipe(WeightNorm(), *stages)
 
 
 class Muon(Engine):
@@ -209,10 +208,10 @@ class Muon(Engine):
         capturable: bool = False,
         workspace: float = 0.25,
     ) -> None:
-        super().__init__(params, _arguments(locals()))
+        super().__init__(params, arguments(locals()))
 
     def recipe(self, group: Group) -> Recipe:
-        return Recipe(Flat(), _polar(group), _scale(group))
+        return Recipe(Flat(), polar_of(group), scale_of(group))
 
 
 class NorMuon(Engine):
@@ -244,7 +243,7 @@ class NorMuon(Engine):
         capturable: bool = False,
         workspace: float = 0.25,
     ) -> None:
-        super().__init__(params, _arguments(locals()))
+        super().__init__(params, arguments(locals()))
 
     def recipe(self, group: Group) -> Recipe:
-        return Recipe(Flat(), _polar(group), _scale(group), RowSecondMoment(group["row_beta"]))
+        return Recipe(Flat(), polar_of(group), scale_of(group), rows_of(group))

@@ -6,20 +6,25 @@ a function in a group would break `torch.load(weights_only=True)`.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from angular_muown.stages.charts import Rows, Split
-from angular_muown.stages.normalize import AsIs
-from angular_muown.stages.radius import Fixed
+from angular_muown.stages.normalize import AsIs, RowSecondMoment
+from angular_muown.stages.orthogonalize import ORTHOGONALIZERS
+from angular_muown.stages.radius import RADII, Fixed
+from angular_muown.stages.scale import SCALES
+from angular_muown.stages.tangent import Polar, free
 
-# parameters with their number of matrices, then U and Q of all of them, (count, m, n)
-Observer = Callable[[Sequence[tuple[Tensor, int]], Tensor, Tensor], None]
+# Parameters with their number of matrices; U before the step and Q, (count, m, n), of all of them;
+# the radians that rows turned by, (count, m). None instead of these: W is still to be written.
+Observer = Callable[[Sequence[tuple[Tensor, int]], Tensor, Tensor, Tensor | None], None]
 
 
 class Stage(Protocol):
-    """`rows` names the row vectors that a stage keeps between steps; they start at zero."""
+    """`rows` names the vectors that a stage keeps between steps; they start at zero. A name says
+    what the vector has entries for: rows, or else columns or matrices (see `views.spans`)."""
 
     @property
     def rows(self) -> tuple[str, ...]: ...
@@ -31,7 +36,7 @@ class Chart(Stage, Protocol):
 
 
 class Normalize(Stage, Protocol):
-    def __call__(self, Q: Tensor, rows: Rows) -> Tensor: ...
+    def __call__(self, Q: Tensor, U: Tensor, rows: Rows) -> Tensor: ...
 
 
 class Radius(Stage, Protocol):
@@ -45,12 +50,29 @@ class Radius(Stage, Protocol):
 @dataclass(frozen=True)
 class Recipe:
     chart: Chart
-    orthogonalize: Callable[[Tensor], Tensor]
+    orthogonalize: Polar
     scale: Callable[[int, int], float]
     normalize: Normalize = field(default_factory=AsIs)
     radius: Radius = field(default_factory=Fixed)
     kappa: float | Tensor = 1.0  # the angular multiplier at this step
+    tangent: Callable[[Polar, Tensor, Tensor], Tensor] = free
 
     @property
     def rows(self) -> tuple[str, ...]:
         return (*self.chart.rows, *self.normalize.rows, *self.radius.rows)
+
+
+def polar_of(group: dict[str, Any]) -> Polar:
+    return ORTHOGONALIZERS[group["orthogonalize"]]
+
+
+def scale_of(group: dict[str, Any]) -> Callable[[int, int], float]:
+    return SCALES[group["scale"]]
+
+
+def radius_of(group: dict[str, Any]) -> Radius:
+    return RADII[group["radius"]](group["betas"], group["eps"])
+
+
+def rows_of(group: dict[str, Any]) -> Normalize:
+    return AsIs() if group["row_beta"] is None else RowSecondMoment(group["row_beta"])

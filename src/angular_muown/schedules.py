@@ -40,6 +40,7 @@ def cosine(step: int, total_steps: int, warmup_steps: int = 0, floor: float = 0.
     return floor + (1.0 - floor) * 0.5 * (1.0 + cos(pi * progress))
 
 
-def angle_degrees(lr: float, kappa: float) -> float:
-    """The angle that a step of length lr * kappa tangent to a unit row turns it by."""
-    return degrees(atan(lr * kappa))
+def angle_degrees(lr: float, kappa: float, exact: bool = False) -> float:
+    """The angle that a step of length lr * kappa tangent to a unit row turns it by: its arc
+    tangent, or along a great circle that length exactly."""
+    return degrees(lr * kappa if exact else atan(lr * kappa))

@@ -23,6 +23,12 @@ VIEWS = ("matrix", "stack", "conv")
 Cut = int | Sequence[int]
 
 
+def spans(name: str) -> tuple[bool, bool]:
+    """Whether a state vector has an entry for every row, for every column. Its name says so:
+    "column_..." has one per column, "matrix_..." one for a whole matrix, any other one per row."""
+    return not name.startswith(("column_", "matrix_")), name.startswith("column_")
+
+
 def block_sizes(total: int, cut: Cut) -> list[int]:
     if isinstance(cut, int):
         if cut < 1 or total % cut:
@@ -61,28 +67,35 @@ class Layout:
 
     def cut(self, t: Tensor) -> list[Tensor]:
         """The matrices of a parameter, gradient or momentum: views of (count, m_i, n_i)."""
-        return self._cut(self.canonical(t), self.column_blocks)
+        return self._cut(self.canonical(t), self.blocks, self.column_blocks)
 
-    def cut_rows(self, t: Tensor) -> list[Tensor]:
-        """The same cut of a row vector, which has one column per column block."""
-        return self._cut(t.unsqueeze(0) if t.ndim == 2 else t.flatten(0, -3), t.shape[-1])
+    def cut_vector(self, t: Tensor, name: str = "") -> list[Tensor]:
+        """The same cut of a state vector: where it does not span the rows (columns), it has one
+        row (column) for each block."""
+        X = t.unsqueeze(0) if t.ndim == 2 else t.flatten(0, -3)
+        by_row, by_column = spans(name)
+        rows, columns = self.blocks if by_row else X.shape[1], self.column_blocks
+        return self._cut(X, rows, columns if by_column else X.shape[2])
 
-    def _cut(self, X: Tensor, column_blocks: Cut) -> list[Tensor]:
-        count, m, n = X.shape
-        if self.blocks == 1 and column_blocks == 1:  # nearly every parameter: spare the host
+    def _cut(self, X: Tensor, row_cut: Cut, column_cut: Cut) -> list[Tensor]:
+        if self.blocks == 1 and self.column_blocks == 1:  # nearly every parameter: spare the host
             return [X]
-        rows, columns = block_sizes(m, self.blocks), block_sizes(n, column_blocks)
+        count, m, n = X.shape
+        rows, columns = block_sizes(m, row_cut), block_sizes(n, column_cut)
         # Equal blocks of rows are one piece with more matrices, as long as that is a view; it is
         # none for a stack whose matrices lie transposed.
-        if len(set(rows)) == len(columns) == 1 and not (self.transposed and self.view == "stack"):
+        equal = isinstance(self.blocks, int) or len(set(self.blocks)) == 1
+        if equal and len(columns) == 1 and not (self.transposed and self.view == "stack"):
             return [X.reshape(count * len(rows), rows[0], n)]
         return [b for a in X.split(rows, dim=1) for b in a.split(columns, dim=2)]
 
-    def row_shape(self, t: Tensor) -> tuple[int, ...]:
-        """Shape of a row vector that belongs to t: (..., m, number of column blocks)."""
+    def vector_shape(self, t: Tensor, name: str = "") -> tuple[int, ...]:
+        """Shape of a state vector that belongs to t: (..., m, number of column blocks) for rows."""
         X = self.canonical(torch.empty(t.shape, device="meta"))
         leading = t.shape[:-2] if self.view == "stack" else ()
-        return (*leading, X.shape[1], len(self._sizes(X)[1]))
+        (by_row, by_column), (rows, columns) = spans(name), self._sizes(X)
+        m, n = X.shape[1:]
+        return (*leading, m if by_row else len(rows), n if by_column else len(columns))
 
     def check(self, t: Tensor) -> None:
         """Raise ValueError where t cannot be read this way."""
@@ -206,7 +219,7 @@ class Leaf:
     def pieces(self, row_names: tuple[str, ...]) -> Iterator[Piece]:
         cut, state = self.layout.cut, self.state
         assert self.parameter.grad is not None
-        rows = [self.layout.cut_rows(state[name]) for name in row_names]
+        rows = [self.layout.cut_vector(state[name], name) for name in row_names]
         tensors = (self.working, whole(self.parameter.grad), self.momentum)
         for i, (W, G, M) in enumerate(zip(*map(cut, tensors), strict=True)):
             own = {name: parts[i] for name, parts in zip(row_names, rows, strict=True)}

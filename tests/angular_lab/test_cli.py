@@ -9,6 +9,7 @@ from dataclasses import fields
 
 import pytest
 
+from angular_lab import checkpoint
 from angular_lab.cli import main
 from angular_lab.overrides import count, keys, override
 from angular_lab.recipes import RECIPES, recipe
@@ -41,7 +42,8 @@ def test_train_sample_branch_export(data, tmp_path, capsys) -> None:
     assert (tmp_path / "hf" / "model.safetensors").exists()
 
 
-def test_trunk_and_branches_in_one_command(data, tmp_path, capsys) -> None:
+def test_trunk_and_branches_in_one_command(data, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(checkpoint, "load", lambda *_: pytest.fail("it read a checkpoint"))
     out = tmp_path / "trunk"
     command = ["trunk", "nano", f"data={data}", *SMALL, "--horizons", "4,8", "--decay", "0.5"]
     assert main([*command, "--out", str(out)]) == 0

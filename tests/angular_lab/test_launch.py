@@ -1,16 +1,23 @@
 """Sweeps in other processes, through submitit's own local executor."""
 
+import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from angular_lab import experiments, launch
+from angular_lab import build, checkpoint, experiments, launch
 from angular_lab.cli import main
-from angular_lab.experiments import EXPERIMENTS, Experiment, Line, trained_by
+from angular_lab.experiment_plan import Experiment, Line, trained_by
+from angular_lab.experiments import EXPERIMENTS
+from angular_lab.preemption import Preempted, WorkerDied
 from angular_lab.rundir import RunDir
+from angular_lab.spec import Spec
 from angular_lab.sweep import Sweep
+from angular_lab.trainer import Trainer
 from tests.angular_lab.runs import tiny
+from tests.angular_lab.sweeps import manifest, metrics
 
 
 @pytest.fixture
@@ -40,6 +47,81 @@ def test_rounds_of_jobs_make_what_a_sweep_makes(plan: Experiment, tmp_path: Path
         )
 
 
+def test_jobs_write_the_manifest_of_a_sweep(plan: Experiment, tmp_path: Path) -> None:
+    there, here = (Sweep(plan, tmp_path / name, device="cpu") for name in ("jobs", "sweep"))
+    here.run()
+    while found := launch.jobs(there):
+        for job in found:
+            job()
+            assert manifest(tmp_path / "jobs")["entries"][-1]["status"] == "done"
+    assert manifest(tmp_path / "jobs") == manifest(tmp_path / "sweep")
+
+
+def test_a_job_is_one_process_with_one_model(
+    plan: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its cool-downs start from memory, with the trunk's model."""
+    cooled = replace(plan, horizons=(4, 8))
+    monkeypatch.setitem(EXPERIMENTS, "small", lambda _: cooled)
+    monkeypatch.setattr(checkpoint, "load", lambda *_: pytest.fail("it read a checkpoint"))
+    made: list[Spec] = []
+    make = build.make_model
+    monkeypatch.setattr(build, "make_model", lambda s, r: made.append(s) or make(s, r))
+    launch.jobs(Sweep(cooled, tmp_path, device="cpu"))[0]()
+    assert len(made) == 1
+
+
+def test_a_job_leaves_a_run_to_who_has_it(plan: Experiment, tmp_path: Path) -> None:
+    job = launch.jobs(Sweep(plan, tmp_path, device="cpu"))[0]
+    other = RunDir(Sweep(plan, tmp_path).pending()[0].folder)
+    other.claim()
+    with pytest.raises(ValueError, match="is in use by another process"):
+        job()
+    other.release()
+
+
+@pytest.mark.parametrize("how", ["done", "diverged"])
+def test_a_job_does_not_make_what_another_finished_since(
+    plan: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Between submitting and starting, a sweep may have come by."""
+    sweep = Sweep(plan, tmp_path, device="cpu")
+    job, entry = launch.jobs(sweep)[0], sweep.pending()[0]
+    if how == "done":
+        job()
+    else:
+        entry.folder.mkdir(parents=True)
+        (entry.folder / "DIVERGED").touch()
+    monkeypatch.setattr(launch, "run_entry", lambda *_, **__: pytest.fail("it trained"))
+    assert job() == str(entry.folder)
+    assert manifest(tmp_path)["entries"][0]["status"] == how
+    again = RunDir(entry.folder)
+    assert again.try_claim(), "it was let go"
+    again.release()
+
+
+def test_a_job_whose_time_is_over_saves_and_goes_on_later(
+    plan: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """submitit warns with SIGUSR2."""
+    there, here = (Sweep(plan, tmp_path / name, device="cpu") for name in ("jobs", "sweep"))
+    update = Trainer.update
+
+    def warned(self: Trainer) -> None:
+        update(self)
+        if self.step == 1:
+            signal.raise_signal(signal.SIGUSR2)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "update", warned)
+        with pytest.raises(Preempted, match="saved at step 2"):
+            launch.jobs(there)[0]()
+    assert manifest(tmp_path / "jobs")["entries"][0]["status"] == "unfinished"
+    there.run()
+    here.run()
+    assert metrics(tmp_path / "jobs") == metrics(tmp_path / "sweep")
+
+
 def test_submitits_local_executor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real experiment, because another process does not see a test's own; its data is made in
     the working folder."""
@@ -47,8 +129,51 @@ def test_submitits_local_executor(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     plan = experiments.experiment("speedrun", "nano")
     found = launch.jobs(Sweep(plan, tmp_path / "runs", device="cpu"))[:1]
-    (job,) = launch.submit(found, tmp_path / "jobs", "local", {"timeout_min": 5})
-    assert RunDir(job.result()).done
+    bad = replace(found[0], data=str(tmp_path / "nowhere"))
+    started = launch.submit([bad, *found], tmp_path / "jobs", "local", {"timeout_min": 5})
+    with pytest.raises(WorkerDied, match=r"(?s)job \d+ failed, see .*nowhere: no such folder"):
+        launch.wait(started)
+    folder = launch.wait(started[1:])[0]
+    assert RunDir(folder).done
+    assert [e["status"] for e in manifest(tmp_path / "runs")["entries"]] == ["done"]
+
+
+def test_a_job_that_saved_and_left_is_not_dead(tmp_path: Path) -> None:
+    """In processes of submitit's: what they raise comes back as text only."""
+
+    def saved() -> str:
+        raise Preempted("saved at step 2; go on with --resume auto")
+
+    def broken() -> str:
+        try:
+            saved()
+        finally:
+            raise OSError("the disk is full")
+
+    started = launch.submit([saved, lambda: "made"], tmp_path, "local", {"timeout_min": 5})
+    wanted = r"job \d+ saved its run.*1 of 2 jobs.*the same command goes on"
+    with pytest.raises(Preempted, match=f"(?s){wanted}"):
+        launch.wait(started)
+    started += launch.submit([broken], tmp_path, "local", {"timeout_min": 5})
+    with pytest.raises(WorkerDied, match=r"(?s)job \d+ failed, see .*disk is full.*saved its run"):
+        launch.wait(started)
+
+
+def test_submit_leaves_like_a_job_that_saved(
+    plan: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    class Started:
+        job_id = "7"
+
+        def exception(self) -> None:
+            return None
+
+        def result(self) -> Preempted:
+            return Preempted("saved at step 2")
+
+    monkeypatch.setattr(launch, "submit", lambda *_: [Started()])
+    assert main(["submit", "small", "--out", str(tmp_path), "--executor", "local"]) == 75
+    assert "the same command goes on" in capsys.readouterr().err
 
 
 def test_a_dry_run_says_what_would_be_done(
@@ -63,8 +188,29 @@ def test_a_dry_run_says_what_would_be_done(
     assert not (tmp_path / "runs").exists()
 
 
-def test_bad_input(plan: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_of_an_extended_grid(
+    plan: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = Sweep(plan, tmp_path, device="cpu")
+    sweep.run()
+    edge = sweep.chosen["adamw"].extend
+    words = ["submit", "small", "--out", str(tmp_path), "--dry-run"]
+    assert main(words) == 0
+    assert "0 jobs" in capsys.readouterr().out
+    assert main([*words, "--extend", "1"]) == 0
+    assert {"above": "0.004", "below": "0.0005"}[edge[0]] in capsys.readouterr().out
+
+
+def test_bad_input(
+    plan: Experiment,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["submit", "small", "--out", str(tmp_path), "--executor", "cloud"]) == 2
     assert "--executor cloud: it must be local or slurm" in capsys.readouterr().err
+    monkeypatch.setenv("PATH", "")
+    assert main(["submit", "small", "--out", str(tmp_path)]) == 2
+    assert "--executor slurm: Could not detect" in capsys.readouterr().err
     assert main(["submit", "small", "--dry-run", "--set", "partition"]) == 2
     assert "write PARAMETER:VALUE" in capsys.readouterr().err

@@ -271,18 +271,29 @@ def test_predictions_of_the_regimes(tmp_path: Path) -> None:
     def predicted(name: str, **optim: Any) -> list[float]:
         spec = spec_of(name)
         spec = replace(spec, optim=replace(spec.optim, lr=0.02, **optim))
-        run = read_run(write_run(tmp_path / f"{name}{len(optim)}", spec, 3.0), [])
+        run = read_run(write_run(tmp_path / "-".join([name, *optim]), spec, 3.0), [])
         assert run is not None
         found = prediction(run)
         return found.ys if found else []
 
-    assert predicted("muon", weight_decay=0.1) == pytest.approx([sqrt(0.004)] * 35)  # 20 .. 360
+    without_decay = {name: predicted(name) for name in ("muown", "normuown", "angular_muown")}
+    plateau = pytest.approx([sqrt(0.004)] * 35)  # 20 .. 360
+    assert predicted("muon", weight_decay=0.1) == plateau
+    assert predicted("normuon", weight_decay=0.1) == plateau
+    assert predicted("adamw", weight_decay=0.1) == plateau
+    # Decay does not move a direction that has a length of its own, or a fixed one.
+    assert predicted("hyperball", weight_decay=0.1) == []
+    assert predicted("magnitude_direction", weight_decay=0.1) == []
+    for name in without_decay:
+        assert predicted(name, weight_decay=0.1) == without_decay[name]
     # The angles were made as 0.5 / sqrt(t): the height is found again.
-    assert predicted("muown") == pytest.approx([0.5 / sqrt(step) for step in range(20, 361, 10)])
+    assert without_decay["muown"] == pytest.approx(
+        [0.5 / sqrt(step) for step in range(20, 361, 10)]
+    )
     kappa = [0.02 / (1 + 1e-3 * max(0, step - 11)) for step in range(10, 401, 10)]
-    assert predicted("angular_muown") == pytest.approx(kappa)
+    assert without_decay["angular_muown"] == pytest.approx(kappa)
     assert predicted("angular_muown", scale="rms") == []
-    run = read_run(tmp_path / "muown0", [])
+    run = read_run(tmp_path / "muown", [])
     assert run is not None
     # Medians of eight points: between 50 and 60, and between 320 and 330.
     expected = (320**-0.5 + 330**-0.5) / (50**-0.5 + 60**-0.5)

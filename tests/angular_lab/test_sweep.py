@@ -1,36 +1,27 @@
 """Sweeps: every run once, whatever happens, and each one as if it were alone."""
 
-import json
 import time
 from dataclasses import replace
 from math import inf
 from pathlib import Path
 
 import pytest
+import torch
 
-from angular_lab import checkpoint
-from angular_lab import sweep as sweep_module
+from angular_lab import checkpoint, sweep_entries
+from angular_lab.cli import main
 from angular_lab.cost import cost, listing
-from angular_lab.experiments import EXPERIMENTS, SCALES, Experiment, Line, experiment, trained_by
+from angular_lab.experiment_plan import SCALES
+from angular_lab.experiments import EXPERIMENTS, experiment
 from angular_lab.preemption import Preempted
+from angular_lab.ranks import start_ranks
 from angular_lab.rundir import RunDir
 from angular_lab.runs import train
-from angular_lab.sweep import Sweep, make_entry
-from tests.angular_lab.runs import lines, tiny
-
-
-def small(data: Path, **changes: object) -> Experiment:
-    spec = tiny(data, save_every=0)
-    rows = (
-        Line("adamw", trained_by(spec, "adamw"), (1e-3, 2e-3, 4e-3)),
-        Line("angular_muown, kappa = 1", trained_by(spec, "angular_muown"), (0.02,)),
-    )
-    plan = Experiment("small", "nano", "A test", rows, (4, 8), (0, 1))
-    return replace(plan, **changes)  # type: ignore[arg-type]
-
-
-def manifest(root: Path) -> dict:
-    return json.loads((root / "sweep.json").read_text())
+from angular_lab.spec import Spec
+from angular_lab.sweep import Sweep
+from angular_lab.sweep_entries import make_entry
+from tests.angular_lab.runs import lines
+from tests.angular_lab.sweeps import manifest, small
 
 
 def test_a_sweep_chooses_on_one_seed_and_judges_on_the_others(data: Path, tmp_path: Path) -> None:
@@ -119,8 +110,83 @@ def test_a_run_that_breaks_down_is_a_result(
     assert runner.chosen["adamw"].lr == 1e-3
     assert [entry.loss == inf for entry in runner.entries] == [False, True]
     assert [entry["status"] for entry in manifest(tmp_path)["entries"]] == ["done", "diverged"]
-    monkeypatch.setattr(sweep_module, "train", lambda *_: pytest.fail("it ran again"))
+    monkeypatch.setattr(sweep_entries, "train", lambda *_: pytest.fail("it ran again"))
     Sweep(plan, tmp_path, device="cpu").run()
+
+
+def test_a_line_where_all_diverge_does_not_stop_the_others(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    high, other = small(data).lines
+    high = replace(high, values=(1e28, 1e30))
+    plan = small(data, lines=(high, other), horizons=(8,))
+    monkeypatch.setitem(EXPERIMENTS, "small", lambda _: plan)
+    words = ["sweep", "small", "--out", str(tmp_path), "--device", "cpu"]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "every value diverged: --extend N tries smaller ones" in shown
+    assert "best 0.02, loss" in shown
+    assert "edge" not in shown, "a single value is no grid"
+    assert list(manifest(tmp_path)["chosen"]) == [other.label]
+    assert main([*words, "--extend", "1"]) == 0
+    tried = [e["value"] for e in manifest(tmp_path)["entries"] if e["label"] == "adamw"]
+    assert tried == pytest.approx([1e26, 1e28, 1e30])
+
+
+def test_a_single_value_has_no_choice_to_wait_for(data: Path, tmp_path: Path) -> None:
+    plan = small(data, lines=small(data).lines[1:], seeds=(0, 1, 2))
+    assert [entry.seed for entry in Sweep(plan, tmp_path).pending()] == [0, 1, 2]
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch about itself
+def test_one_compilation_for_a_shape_and_one_for_every_shape(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph that trains and one that evaluates, however many runs; also where torch would
+    compile no more unless told to forget, which is at the fifth shape and here at the second."""
+    compile_, graphs = torch.nn.Module.compile, []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compile_(self, backend=backend))
+    line = small(data).lines[1]
+    rows = []
+    for width in (16, 32):
+        sizes = {"layers": 1, "width": width, "mlp": 2 * width, "heads": width // 16}
+        spec = replace(line.spec, model=replace(line.spec.model, **sizes), compile=True)
+        rows.append(replace(line, label=f"d = {width}", spec=spec))
+    torch.compiler.reset()
+    sweep = Sweep(small(data, lines=tuple(rows)), tmp_path, device="cpu")
+    counts: list[int] = []
+    sweep.say = lambda _: counts.append(len(graphs))
+    # torch's own way: what monkeypatch sets on this module, it cannot take back
+    with torch._dynamo.config.patch(recompile_limit=2):
+        sweep.run()
+    assert [*counts, len(graphs)] == [0, 2, 2, 4, 4]
+
+
+def test_a_run_of_the_model_at_hand_comes_first(data: Path, tmp_path: Path) -> None:
+    """Which matters where others took the rest of a line: no going back and forth."""
+    line = small(data).lines[1]
+    wide = replace(line.spec, model=replace(line.spec.model, width=48, mlp=96, heads=3))
+    plan = small(data, lines=(line, replace(line, label="wide", spec=wide)), horizons=(4,))
+    sweep = Sweep(plan, tmp_path, device="cpu")
+    said: list[str] = []
+    sweep.say = said.append
+    sweep.models.take(wide, start_ranks("cpu"))
+    sweep.run()
+    assert [name.partition("-lr")[0] for name in said] == ["wide"] * 2 + [
+        "angular-muown--kappa---1"
+    ] * 2
+
+
+def test_a_setting_at_its_default_leaves_no_mark_in_a_name() -> None:
+    """So that a setting that is added later does not rename the runs that are there."""
+    assert Spec().distinct() == {}
+    spec = replace(Spec(), steps=7, optim=replace(Spec().optim, lr=0.5))
+    assert spec.distinct() == {"steps": 7, "optim": {"lr": 0.5}}
 
 
 def test_folders_are_named_by_what_is_in_them(data: Path, tmp_path: Path) -> None:

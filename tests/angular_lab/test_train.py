@@ -8,8 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from angular_lab import checkpoint
+from angular_lab import build, checkpoint
+from angular_lab.ranks import Ranks
 from angular_lab.rundir import RunDir
 from angular_lab.runs import branch_spec, train, trunk_spec
 from angular_lab.trainer import Trainer
@@ -42,7 +44,7 @@ def test_a_line_carries_what_scripts_rely_on(data, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    "optimizer", ["adamw", "muon", "normuon", "muown", "normuown", "angular_muown"]
+    "optimizer", ["adamw", "muon", "normuown", "angular_muown", "hyperball", "magnitude_direction"]
 )
 def test_a_stopped_run_goes_on_as_if_nothing_had_been(data, tmp_path, optimizer) -> None:
     base = tiny(data)
@@ -55,6 +57,31 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(data, tmp_path, optimizer)
     process.join()
     train(spec, half, resume=True)
     assert lines(half) == lines(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("adamw", {"radius_lr": 0.1}),
+        ("muon", {"exact_angle": True}),
+        ("normuon", {"radius": "fixed"}),
+    ],
+)
+def test_a_setting_without_meaning_is_refused(data, name, setting) -> None:
+    spec = tiny(data)
+    model = build.make_model(spec, Ranks(0, 1, torch.device("cpu")))
+    build.make_optimizer(model, replace(spec, optim=replace(spec.optim, name=name)))
+    with pytest.raises(ValueError, match=f"optim.{next(iter(setting))}=.* means nothing .*{name}"):
+        build.make_optimizer(model, replace(spec, optim=replace(spec.optim, name=name, **setting)))
+
+
+def test_settings_beyond_the_paper_reach_the_optimizer(data) -> None:
+    spec = tiny(data)
+    model = build.make_model(spec, Ranks(0, 1, torch.device("cpu")))
+    wanted = {"tangent_momentum": True, "tangent_polar": 2, "row_beta": 0.9, "radius": "log_adam"}
+    made = build.make_optimizer(model, replace(spec, optim=replace(spec.optim, **wanted)))
+    group = next(g for g in made.param_groups if g["algorithm"] == "matrix")
+    assert {key: group[key] for key in wanted} == wanted
 
 
 def test_ten_kills_at_random_moments_leave_no_trace(data, tmp_path) -> None:

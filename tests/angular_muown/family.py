@@ -7,21 +7,71 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from angular_muown import AngularMuown, Muon, Muown, NorMuon, NorMuown
+from angular_muown import (
+    AngularMuown,
+    Hyperball,
+    MagnitudeDirection,
+    Muon,
+    Muown,
+    NorMuon,
+    NorMuown,
+)
 from angular_muown.engine import Engine
-from tests.reference import angular_muown, muon, muown
+from angular_muown.recipe import Recipe
+from tests.reference import angular_muown, muon, muown, rivals
 
 # optimizer, reference, arguments of both
 PARITY: list[tuple[type[Engine], Any, dict[str, Any]]] = [
     (AngularMuown, angular_muown.AngularMuown, {"lr": 0.02, "warmup_steps": 20}),
     (AngularMuown, angular_muown.AngularMuown, {"lr": 0.05, "weight_decay": 0.1}),
+    (AngularMuown, angular_muown.AngularMuown, {"lr": 0.02, "tangent_momentum": True}),
+    (AngularMuown, angular_muown.AngularMuown, {"lr": 0.02, "tangent_polar": 2}),
+    (AngularMuown, angular_muown.AngularMuown, {"lr": 0.02, "exact_angle": True}),
+    (AngularMuown, angular_muown.AngularMuown, {"lr": 0.02, "row_beta": 0.95}),
     (Muown, muown.Muown, {"lr": 0.02}),
     (NorMuown, muown.NorMuown, {"lr": 0.02}),
     (Muon, muon.Muon, {"lr": 0.02, "weight_decay": 0.1}),
     (NorMuon, muon.NorMuon, {"lr": 0.01, "weight_decay": 0.0}),
+    (Hyperball, rivals.Hyperball, {"lr": 0.02}),
+    (MagnitudeDirection, rivals.MagnitudeDirection, {"lr": 0.02, "radius_lr": 0.01}),
 ]
-FAMILY: list[type[Engine]] = [AngularMuown, Muown, NorMuown, Muon, NorMuon]
-WITH_RADII: list[type[Engine]] = [AngularMuown, Muown, NorMuown]
+
+
+class TangentMomentum(AngularMuown):
+    """Settings beyond the paper, as members of the family: all laws and contracts hold for them."""
+
+    def recipe(self, group: dict[str, Any]) -> Recipe:
+        return super().recipe({**group, "tangent_momentum": True})
+
+
+class TangentPolar(AngularMuown):
+    def recipe(self, group: dict[str, Any]) -> Recipe:
+        return super().recipe({**group, "tangent_polar": 2})
+
+
+class ExactAngle(AngularMuown):
+    def recipe(self, group: dict[str, Any]) -> Recipe:
+        return super().recipe({**group, "exact_angle": True})
+
+
+class RowBeta(AngularMuown):
+    def recipe(self, group: dict[str, Any]) -> Recipe:
+        return super().recipe({**group, "row_beta": 0.95})
+
+
+FUSED: list[type[Engine]] = [AngularMuown, Muown, NorMuown, Muon, NorMuon]  # the kernels know them
+ON_SPHERES: list[type[Engine]] = [Hyperball, MagnitudeDirection]
+MEMBERS: list[type[Engine]] = [*FUSED, *ON_SPHERES]
+LEADS: list[type[Engine]] = [TangentMomentum, TangentPolar, ExactAngle, RowBeta]
+FAMILY: list[type[Engine]] = [*MEMBERS, *LEADS]
+WITH_RADII: list[type[Engine]] = [AngularMuown, Muown, NorMuown, *LEADS]
+
+
+def direction_only(optimizer: type[Engine]) -> dict[str, Any]:
+    """Arguments under which no size learns."""
+    if optimizer is MagnitudeDirection:
+        return {"radius_lr": 0.0}
+    return {"radius": "fixed"} if optimizer in WITH_RADII else {}
 
 
 def parameter(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Parameter:

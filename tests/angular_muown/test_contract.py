@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from angular_muown import AngularMuown, plan
 from angular_muown.engine import Engine
@@ -307,3 +308,26 @@ def test_a_compiled_training_step_gives_the_same_weights(optimizer) -> None:
         opt_b.step()
     for p, q in zip(a.parameters(), b.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", FAMILY)
+def test_an_average_of_the_last_weights_is_torchs_own(optimizer) -> None:
+    """swa_utils.AveragedModel: training does not notice it, it is the exponential average of what
+    the steps left, and training goes on from it when it is copied back."""
+    (model, opt), (alone, opt_alone) = make(optimizer), make(optimizer)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+    wanted: list[torch.Tensor] = []
+    for t in range(6):
+        train(model, opt, 1, start=t)
+        average.update_parameters(model)
+        now = weights(model)
+        wanted = [0.8 * w + 0.2 * p for w, p in zip(wanted or now, now, strict=True)]
+    train(alone, opt_alone, 6)
+    assert_same(model, alone)
+    for p, w in zip(average.module.parameters(), wanted, strict=True):
+        torch.testing.assert_close(p, w, rtol=1e-5, atol=1e-6)
+    assert loss_of(average).isfinite()
+    model.load_state_dict(average.module.state_dict())
+    train(model, opt, 1, start=6)
+    for p, w in zip(model.parameters(), wanted, strict=True):
+        assert 0 < (p - w).norm() < 0.3 * w.norm() + 0.1

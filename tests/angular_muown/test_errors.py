@@ -37,7 +37,7 @@ def test_bad_hyperparameters_are_shown(key, value, where) -> None:
 @pytest.mark.parametrize(
     ("key", "names"),
     [
-        ("scale", ["fan_ratio", "adam_rms", "rms", "none"]),
+        ("scale", ["fan_ratio", "adam_rms", "rms", "aspect", "none"]),
         ("orthogonalize", ["polar_express", "newton_schulz", "gram", "svd"]),
         ("radius", ["adam", "log_adam", "fixed"]),
         ("algorithm", ["matrix", "adamw"]),

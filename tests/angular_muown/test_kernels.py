@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from angular_muown import AngularMuown, Muon, Muown, NorMuon, NorMuown, engine
 from angular_muown.engine import Engine
 from angular_muown.kernels import dispatch
+from angular_muown.recipe import Recipe
 from angular_muown.stages import orthogonalize
 from tests.angular_muown.family import noise, parameter
 
@@ -103,11 +104,19 @@ def compare(
     return start, [p.detach() for p in params]
 
 
+class OwnNumbers(AngularMuown):
+    """A user's member: what its recipe says holds, whatever the group says."""
+
+    def recipe(self, group: dict[str, Any]) -> Recipe:
+        return super().recipe({**group, "row_beta": 0.6, "betas": (0.5, 0.7), "eps": 1e-3})
+
+
 CASES: list[tuple[Member, dict[str, Any]]] = [
     (AngularMuown, {"lr": 0.05}),
     (AngularMuown, {"radius": "log_adam", "weight_decay": 1.0, "momentum": 0.7}),
     (AngularMuown, {"radius": "fixed", "nesterov": False, "maximize": True}),
     (AngularMuown, {"radius_lr": 0.5, "betas": (0.8, 0.9), "orthogonalize": "newton_schulz"}),
+    (AngularMuown, {"radius_lr": 0.5, "row_beta": 0.6}),
     (Muown, {"radius_lr": 0.5, "maximize": True, "weight_decay": 2.0}),
     (Muown, {"radius": "log_adam", "nesterov": False}),
     (Muown, {"radius": "fixed", "weight_decay": 5.0}),
@@ -118,6 +127,7 @@ CASES: list[tuple[Member, dict[str, Any]]] = [
     (Muon, {"weight_decay": 2.0}),
     (Muon, {"maximize": True, "nesterov": False, "momentum": 0.6}),
     (NorMuon, {"weight_decay": 2.0, "row_beta": 0.6}),
+    (OwnNumbers, {}),
 ]
 
 

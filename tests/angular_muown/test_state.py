@@ -95,14 +95,17 @@ def test_the_counter_goes_past_256_with_bf16_weights() -> None:
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)
-def test_state_is_a_momentum_and_row_vectors(optimizer) -> None:
+def test_state_is_a_momentum_and_vectors(optimizer) -> None:
     p = parameter(6, 40)
     opt = optimizer([p])
     run(opt, [p], 1)
     state = dict(opt.state[p])
     assert state.pop("step").shape == ()
     assert state.pop("momentum_buffer").shape == p.shape
-    assert all(value.shape == (6, 1) for value in state.values())
+    shapes = {name: tuple(value.shape) for name, value in state.items()}
+    assert shapes.pop("matrix_norm", (1, 1)) == (1, 1)
+    for name, shape in shapes.items():
+        assert shape == ((1, 40) if name.startswith("column_") else (6, 1))
     if optimizer is AngularMuown:
         assert set(state) == {"exp_avg", "exp_avg_sq"}
 
@@ -160,11 +163,58 @@ def test_loading_says_when_it_changes_kappa_and_the_loaded_value_wins() -> None:
     assert opt.kappa(group) == pytest.approx(1 / 6)
 
 
-def test_loading_equal_kappa_is_silent() -> None:
+OTHER_METHODS: dict[str, Any] = {
+    "exact_angle": True,
+    "tangent_polar": 2,
+    "tangent_momentum": True,
+    "row_beta": 0.9,
+    "radius": "log_adam",
+}
+
+
+@pytest.mark.parametrize("key", OTHER_METHODS)
+@pytest.mark.parametrize("saved_is_plain", [False, True])
+def test_loading_says_when_it_changes_the_method(key, saved_is_plain) -> None:
     p = parameter(4, 6)
+    pair = [AngularMuown([p], **{key: OTHER_METHODS[key]}), AngularMuown([p])]
+    there, here = reversed(pair) if saved_is_plain else pair
+    value, lost = (opt.param_groups[0][key] for opt in (there, here))
+    with pytest.warns(UserWarning, match=f"{key}={value!r} from .* {key}={lost!r}") as caught:
+        here.load_state_dict(through_a_file(there.state_dict()))
+    assert len(caught) == 1
+    assert here.param_groups[0][key] == value
+
+
+def test_loading_equal_values_is_silent() -> None:
+    p = parameter(4, 6)
+    for values in ({}, OTHER_METHODS | {"exact_angle": False}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            AngularMuown([p], **values).load_state_dict(AngularMuown([p], **values).state_dict())
+
+
+@pytest.mark.parametrize("key", OTHER_METHODS)
+def test_a_state_dict_from_before_a_setting_has_its_default(key) -> None:
+    """That of the optimizer it is loaded into. A group with a value of its own loses it aloud."""
+    p = parameter(4, 6)
+    opt = AngularMuown([p])
+    run(opt, [p], 2)
+    saved = through_a_file(opt.state_dict())
+    del saved["param_groups"][0][key]
+    fresh = AngularMuown([p])
+    default = fresh.param_groups[0][key]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        AngularMuown([p]).load_state_dict(AngularMuown([p]).state_dict())
+        fresh.load_state_dict(copy.deepcopy(saved))
+    assert fresh.param_groups[0][key] == default
+    run(fresh, [p], 1, start=2)
+    kept = AngularMuown([p], **{key: OTHER_METHODS[key]})
+    kept.load_state_dict(copy.deepcopy(saved))
+    assert kept.param_groups[0][key] == OTHER_METHODS[key]
+    own = AngularMuown([{"params": [p], key: OTHER_METHODS[key]}])
+    with pytest.warns(UserWarning, match=f"{key}={default!r} .*replaces .*{OTHER_METHODS[key]!r}"):
+        own.load_state_dict(copy.deepcopy(saved))
+    assert own.param_groups[0][key] == default
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)

@@ -26,19 +26,21 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("layout", "shape"), LAYOUTS, ids=str)
 def test_the_pieces_are_the_parameter(layout: Layout, shape) -> None:
-    """Writing through the pieces reaches every element once; row vectors are cut alike."""
+    """Writing through the pieces reaches every element once; state vectors are cut alike."""
     X = torch.zeros(shape)
     pieces = layout.cut(X)
     for piece in pieces:
         piece += 1
     assert (X == 1).all()
     assert sum(piece.numel() for piece in pieces) == X.numel()
-    rows = torch.zeros(layout.row_shape(X))
-    parts = layout.cut_rows(rows)
-    assert [part.shape for part in parts] == [(*piece.shape[:2], 1) for piece in pieces]
-    for part in parts:
-        part += 1
-    assert (rows == 1).all()
+    for name in ("exp_avg", "column_gain", "matrix_norm"):
+        vector = torch.zeros(layout.vector_shape(X, name))
+        parts = layout.cut_vector(vector, name)
+        for part, (count, m, n) in zip(parts, (piece.shape for piece in pieces), strict=True):
+            entries = {"exp_avg": (m, 1), "column_gain": (1, n), "matrix_norm": (1, 1)}
+            assert part.shape == (count, *entries[name])
+            part += 1
+        assert (vector == 1).all()
 
 
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6))

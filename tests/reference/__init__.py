@@ -7,8 +7,9 @@ import numpy as np
 
 
 def polar(X: np.ndarray) -> np.ndarray:
-    U, _, Vh = np.linalg.svd(X, full_matrices=False)
-    return U @ Vh
+    """Of the directions that X has: a row of zeros gives none."""
+    U, S, Vh = np.linalg.svd(X, full_matrices=False)
+    return (U * (S > 1e-14 * S[0])) @ Vh
 
 
 def fan_ratio(m: int, n: int) -> float:

@@ -1,16 +1,31 @@
 import numpy as np
 
-from tests.reference import Adam, fan_ratio, polar
+from tests.reference import Adam, fan_ratio, polar, row_normalized
+from tests.reference.tangent import constrained_polar, projected, rotated
 
 
 class AngularMuown:
-    """Algorithm 1 of the paper, with signed lengths g kept beside unit rows U."""
+    """Algorithm 1 of the paper, with signed lengths g kept beside unit rows U.
 
-    def __init__(self, W: np.ndarray, lr: float, warmup_steps: int = 0, weight_decay: float = 0.0):
+    The settings of the last line of arguments go beyond it."""
+
+    def __init__(
+        self, W: np.ndarray, lr: float, warmup_steps: int = 0, weight_decay: float = 0.0,
+        tangent_momentum: bool = False, tangent_polar: int = 0, exact_angle: bool = False,
+        row_beta: float | None = None,
+    ):  # fmt: skip
         self.g = np.linalg.norm(W, axis=1)
         self.U = W / self.g[:, None]
         self.M, self.adam = np.zeros_like(W), Adam(len(W))
         self.lr, self.warmup_steps, self.weight_decay, self.t = lr, warmup_steps, weight_decay, 0
+        self.tangent_momentum, self.tangent_polar = tangent_momentum, tangent_polar
+        self.exact_angle, self.v = exact_angle, None if row_beta is None else np.zeros(len(W))
+
+    def direction(self, X: np.ndarray) -> np.ndarray:
+        if self.tangent_polar:
+            return constrained_polar(X, self.U, self.tangent_polar)
+        Q = polar(projected(X, self.U) if self.tangent_momentum else X)
+        return Q if self.v is None else row_normalized(Q, self.v)
 
     def step(self, G: np.ndarray) -> np.ndarray:
         m, n = G.shape
@@ -19,10 +34,12 @@ class AngularMuown:
             r[i] = G[i] @ self.U[i]
             T[i] = self.g[i] * (G[i] - r[i] * self.U[i])
         self.M = 0.95 * self.M + T
-        Q = polar(T + 0.95 * self.M)
+        Q = self.direction(T + 0.95 * self.M)
         kappa = 1 / (1 + 1e-3 * max(self.t - self.warmup_steps, 0))
         for i in range(m):
             row = self.U[i] - self.lr * kappa * fan_ratio(m, n) * Q[i]
+            if self.exact_angle:
+                row = rotated(self.U[i], Q[i], self.lr * kappa)
             self.U[i] = row / np.linalg.norm(row)
         self.g = self.g * (1 - self.lr * self.weight_decay) - self.lr * self.adam.direction(r)
         self.t += 1

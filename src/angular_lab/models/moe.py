@@ -132,6 +132,8 @@ class MoE(LanguageModel):
     trainer sums every one of them over the ranks (dist.all_reduce), then calls `balance()`.
     """
 
+    recordable = False  # `looped_product` asks the host for the experts' counts
+
     def __init__(self, spec: ModelSpec) -> None:
         _check(spec)
         super().__init__(spec, (_block(spec, index) for index in range(spec.layers)))

@@ -7,6 +7,7 @@ from angular_muown.kernels.rows import (
     ADAM,
     BETA1,
     BETA2,
+    CHORD,
     DECAY,
     EPS,
     EXP_AVG,
@@ -40,8 +41,12 @@ def _hash(x):
 
 
 @triton.jit
-def _rounded(X, row, column, seed, TYPE: tl.constexpr):
-    """Stochastic rounding to a 16-bit type: the noise of angular_muown.rounding, bit for bit."""
+def _rounded(X, row, column, numbers, NOISE: tl.constexpr, TYPE: tl.constexpr):
+    """To the weight's type; with NOISE, stochastically to a 16-bit one: the noise of
+    angular_muown.rounding, bit for bit."""
+    if not NOISE:
+        return X.to(TYPE)
+    seed = tl.load(numbers + SEED).to(tl.uint32, bitcast=True)
     noise = _hash(_hash(row.to(tl.uint32) + seed)[:, None] + column.to(tl.uint32)[None, :])
     bits = X.to(tl.uint32, bitcast=True)
     if TYPE == tl.bfloat16:
@@ -57,18 +62,20 @@ def _rounded(X, row, column, seed, TYPE: tl.constexpr):
 
 
 @triton.jit
-def _new_radius(g, radial, table, matrix, row, in_rows, numbers, ages, RADIUS: tl.constexpr):
+def _moment(table, matrix, which: tl.constexpr, row, in_rows):
+    at = state_at(table, matrix, which, row)
+    return at, tl.load(at, mask=in_rows, other=0.0)
+
+
+@triton.jit
+def _new_radius(
+    g, r, past, square, first, second, in_rows, numbers, ages, matrix, RADIUS: tl.constexpr
+):
     """Adam on the lengths; returns them, after writing its moments (turned with their rows)."""
-    if RADIUS == FIXED:
-        return g
-    r = tl.load(radial, mask=in_rows, other=0.0)
-    first = state_at(table, matrix, EXP_AVG, row)
-    second = state_at(table, matrix, EXP_AVG_SQ, row)
     beta1 = tl.load(numbers + BETA1)
     beta2 = tl.load(numbers + BETA2)
-    past = tl.where(g == 0.0, 0.0, tl.load(first, mask=in_rows, other=0.0))
-    mean = beta1 * past + (1.0 - beta1) * r
-    square = beta2 * tl.load(second, mask=in_rows, other=0.0) + (1.0 - beta2) * r * r
+    mean = beta1 * tl.where(g == 0.0, 0.0, past) + (1.0 - beta1) * r
+    square = beta2 * square + (1.0 - beta2) * r * r
     root = tl.sqrt(square / tl.load(ages + matrix * 2 + 1)) + tl.load(numbers + EPS)
     change = tl.load(numbers + RADIUS_LR) * (mean / tl.load(ages + matrix * 2)) / divisor(root)
     if RADIUS == ADAM:
@@ -124,18 +131,35 @@ def _turn_momentum(table, matrix, rows, place, inside, TYPE: tl.constexpr):
         tl.store(momentum + place, (-M.to(tl.float32)).to(TYPE), mask=rows[:, None] & inside)
 
 
+@triton.jit
+def _chord(W, new):
+    """Squared distance of the unit rows, up to sign; nan where one is zero: monitor.row_angles."""
+    g = tl.sqrt(tl.sum(W * W, axis=1))
+    norm = tl.sqrt(tl.sum(new * new, axis=1))
+    u = W / divisor(g)[:, None]
+    v = new / divisor(norm)[:, None]
+    chord = tl.minimum(tl.sum((v - u) * (v - u), axis=1), tl.sum((v + u) * (v + u), axis=1))
+    return tl.where((g == 0.0) | (norm == 0.0), float("nan"), chord)
+
+
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["ages"])
 def after_kernel(
     table, numbers, ages, stats, work, stride, count, m, n, scale,
     CHART: tl.constexpr, RADIUS: tl.constexpr, FACTORS: tl.constexpr, MAXIMIZE: tl.constexpr,
-    NOISE: tl.constexpr, W_TYPE: tl.constexpr, G_TYPE: tl.constexpr, M_TYPE: tl.constexpr,
+    NOISE: tl.constexpr, OBSERVED: tl.constexpr,
+    W_TYPE: tl.constexpr, G_TYPE: tl.constexpr, M_TYPE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Q (the work buffer times `scale`) and W -> W, with the row state that belongs to it."""
+    """Q (the work buffer times `scale`) and W -> W, with the row state that belongs to it; where
+    OBSERVED, also how far the rows of what is stored have turned."""
     matrix = tl.program_id(1).to(tl.int64)
     row, column, inside, place, own = places(table, matrix, m, n, ROWS, COLUMNS)
     in_rows = row < m
     lines = stats + matrix * m + row
+    if CHART != FLAT and RADIUS != FIXED:  # asked for first: they need not wait for the rows
+        r = tl.load(lines + RADIAL * count * m, mask=in_rows, other=0.0)
+        first, past = _moment(table, matrix, EXP_AVG, row, in_rows)
+        second, square = _moment(table, matrix, EXP_AVG_SQ, row, in_rows)
     W = read(table, matrix, WEIGHT, place, inside, W_TYPE)
     step = tl.load(work + matrix * stride + own, mask=inside, other=0.0).to(tl.float32)
     step = step * (tl.load(numbers + STEP) * scale)
@@ -147,14 +171,16 @@ def after_kernel(
     else:
         g = tl.sqrt(tl.sum(W * W, axis=1))
         U = _direction(W, g, table, matrix, in_rows, inside, place, MAXIMIZE, G_TYPE)
-        radial = lines + RADIAL * count * m
-        length = _new_radius(g * decay, radial, table, matrix, row, in_rows, numbers, ages, RADIUS)
+        length = g * decay
+        if RADIUS != FIXED:
+            length = _new_radius(
+                length, r, past, square, first, second, in_rows, numbers, ages, matrix, RADIUS
+            )
         new = _retracted(U, step, g, length, table, matrix, row, in_rows, CHART)
         if RADIUS == ADAM:
             _turn_momentum(table, matrix, (length < 0.0) & in_rows, place, inside, M_TYPE)
     weight = address(table, matrix, WEIGHT, W_TYPE, 16)
-    if NOISE:
-        seed = tl.load(numbers + SEED).to(tl.uint32, bitcast=True)
-        tl.store(weight + place, _rounded(new, row, column, seed, W_TYPE), mask=inside)
-    else:
-        tl.store(weight + place, new.to(W_TYPE), mask=inside)
+    stored = _rounded(new, row, column, numbers, NOISE, W_TYPE)
+    tl.store(weight + place, stored, mask=inside)
+    if OBSERVED:
+        tl.store(lines + CHORD * count * m, _chord(W, stored.to(tl.float32)), mask=in_rows)

@@ -13,7 +13,7 @@ from torch import Tensor
 from angular_muown.kernels import products
 from angular_muown.kernels.after import after_kernel
 from angular_muown.kernels.before import before_kernel
-from angular_muown.kernels.columns import STATS
+from angular_muown.kernels.columns import CHORD, STATS
 from angular_muown.kernels.dispatch import CHARTS, RADII
 from angular_muown.kernels.norms import (
     normalize_kernel,
@@ -26,6 +26,7 @@ from angular_muown.kernels.schedule import SCALE, Places, Product, modelled_micr
 from angular_muown.kernels.tables import Kind
 from angular_muown.recipe import Recipe
 from angular_muown.rounding import DROPPED_BITS
+from angular_muown.stages.charts import chord_angle
 from angular_muown.stages.normalize import RowSecondMoment
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -129,13 +130,11 @@ class Chunk:
         grid = (triton.cdiv(self.batch.kind[0], height), self.count)
         kernel[grid](*args, height, columns, num_warps=warps)
 
-    def run(self, observe: Callable[["Chunk"], None] | None = None) -> None:
+    def run(self, observed: bool = False) -> None:
         self._before()
         batch = self.batch
         products.run(self.X, *batch.kind[:2], batch.chain, batch.places, self.cublas)
-        if observe is not None:
-            observe(self)
-        self._after()
+        self._after(observed)
 
     @property
     def Q(self) -> Tensor:
@@ -143,6 +142,11 @@ class Chunk:
         m, n, *_ = self.batch.kind
         start = self.batch.places.offsets[-1]
         return self.X[:, start : start + m * n].unflatten(1, (m, n)).float() / SCALE
+
+    @property
+    def angles(self) -> Tensor:
+        """(count, m): radians that the rows turned by in an observed run."""
+        return chord_angle(self.stats.view(STATS, self.count, -1)[CHORD].sqrt())
 
     def _before(self) -> None:
         _, _, m, n = self.shape
@@ -158,7 +162,7 @@ class Chunk:
         normalize: Any = normalize_kernel[triton.cdiv(m, TURN_TILE) * tiles, self.count]
         normalize(self.stats, raw, self.X, *self.shape, tiles, m < n, TURN_TILE)
 
-    def _after(self) -> None:
+    def _after(self, observed: bool) -> None:
         choices, types = self.choices, [TYPES[dtype] for dtype in self.batch.kind[2:]]
         Q = self.X[:, self.batch.places.offsets[-1] :]
         if choices.factors:
@@ -166,6 +170,6 @@ class Chunk:
             moments: Any = second_moment_kernel[(self.count,)]
             moments(self.lines, self.numbers, self.stats, *self.shape[1:], BLOCK)
         noise = choices.noise and self.batch.kind[2] in DROPPED_BITS
-        flags = (choices.chart, choices.radius, choices.factors, choices.maximize, noise)
+        flags = (choices.chart, choices.radius, choices.factors, choices.maximize, noise, observed)
         tables = (self.lines, self.numbers, self.ages, self.stats)
         self._launch(after_kernel, *tables, Q, *self.shape, 1 / SCALE, *flags, *types)

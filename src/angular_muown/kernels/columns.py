@@ -14,6 +14,7 @@ NUMBERS = 12
 # Row vectors between the kernels, each (count, m).
 EXPONENT, SQUARES, RADIAL, FACTOR = range(4)
 STATS = 4
+CHORD = EXPONENT  # of an observed step; the exponents are used up by then
 
 FLAT, OBLIQUE, WEIGHT_NORM = range(3)
 FIXED, ADAM, LOG_ADAM = range(3)

@@ -20,6 +20,8 @@ from angular_muown.kernels.columns import (
 from angular_muown.kernels.step import FusedStep, send
 from angular_muown.recipe import Recipe
 from angular_muown.rounding import hash_seed
+from angular_muown.stages.normalize import RowSecondMoment
+from angular_muown.stages.radius import ByAdam
 
 Rate = float | Tensor
 WORDS = 1 << 32  # values of a 32-bit word
@@ -30,7 +32,7 @@ def write_numbers(
 ) -> None:
     """`t`: Adam's count of each parameter, this step included."""
     if group["capturable"]:
-        ages = torch.stack([1 - beta ** t.double() for beta in group["betas"]], dim=-1)[step.owner]
+        ages = torch.stack([1 - beta ** t.double() for beta in _betas(recipe)], dim=-1)[step.owner]
         _on_device(step, group, recipe, lr, radius_lr, ages)
     else:
         send(_on_host(step, group, recipe, float(lr), float(radius_lr), t.tolist()), step.values)
@@ -49,9 +51,9 @@ def _on_host(
     values: list[float] = []
     for m, n, *_ in step.known.kinds:
         turn = lr * float(recipe.kappa) * recipe.scale(m, n)
-        values += _line(group, turn, radius_lr, 1 - lr * group["weight_decay"])
+        values += _line(group, recipe, turn, radius_lr, 1 - lr * group["weight_decay"])
     end = len(values)
-    ages = {t: [1 - beta**t for beta in group["betas"]] for t in set(counts)}
+    ages = {t: [1 - beta**t for beta in _betas(recipe)] for t in set(counts)}
     for parameter in step.owners:
         values += ages[counts[parameter]]
     out = torch.tensor(values, dtype=torch.float32, device="cpu")
@@ -71,7 +73,7 @@ def _on_device(
     kinds = step.known.kinds
     lines = step.values[: NUMBERS * len(kinds)].view(len(kinds), NUMBERS)
     for row, (m, n, *_) in zip(lines, kinds, strict=True):
-        for column, value in enumerate(_line(group, 0.0, 0.0, 0.0)):
+        for column, value in enumerate(_line(group, recipe, 0.0, 0.0, 0.0)):
             if column not in (STEP, RADIUS_LR, DECAY, SEED):
                 row[column].fill_(value)
         row[STEP] = lr * recipe.kappa * recipe.scale(m, n)
@@ -81,14 +83,21 @@ def _on_device(
     step.values[lines.numel() :].view(-1, 2).copy_(ages)
 
 
-def _line(group: dict[str, Any], turn: float, radius_lr: float, decay: float) -> list[float]:
+def _betas(recipe: Recipe) -> tuple[float, float]:
+    return recipe.radius.betas if isinstance(recipe.radius, ByAdam) else (0.0, 0.0)
+
+
+def _line(
+    group: dict[str, Any], recipe: Recipe, turn: float, radius_lr: float, decay: float
+) -> list[float]:
+    """A stage's numbers are its own: a member of the user's may have others than the group."""
     line = [0.0] * NUMBERS
-    line[BETA], line[EPS], line[ROW_BETA] = (
-        group["momentum"],
-        group["eps"],
-        group.get("row_beta", 0.0),
-    )
-    line[BETA1], line[BETA2] = group["betas"]
+    line[BETA] = group["momentum"]
+    if isinstance(recipe.normalize, RowSecondMoment):
+        line[ROW_BETA] = recipe.normalize.beta
+    line[BETA1], line[BETA2] = _betas(recipe)
+    if isinstance(recipe.radius, ByAdam):
+        line[EPS] = recipe.radius.eps
     line[STEP], line[RADIUS_LR], line[DECAY] = turn, radius_lr, decay
     return line
 

@@ -27,9 +27,9 @@ class Kind(Enum):
     APPLY = "a small matrix times X"
 
 
-# TFLOP/s of the operations that a kind's tiles really compute: what trials on an H200 suggested,
-# to be checked by benchmarks/orthogonalize.py, which times both forms per shape. Only their ratios
-# matter, and only between the two.
+# TFLOP/s of the operations that a kind's tiles really compute: what trials on an H200 suggested.
+# Only their ratios matter, and only between the two forms; benchmarks/orthogonalize.py times both
+# per shape, and the choice was right on all of them (docs/performance.md).
 RATE = {Kind.GRAM: 520.0, Kind.SMALL: 450.0, Kind.APPLY: 600.0}
 
 

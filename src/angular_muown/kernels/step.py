@@ -150,7 +150,7 @@ class FusedStep:
         more time than the GPU needs for a small model. An observed step is launched as it is."""
         if observers:
             for chunk in self.chunks:
-                chunk.run(lambda chunk: self._show(chunk, observers))
+                self._show(chunk, observers)
         elif self.device.type != "cuda" or is_recording():
             launch(self.chunks, self.device, self.room.lanes)
         elif not self.launched:  # compiles, and allocates what libraries allocate at first use
@@ -162,6 +162,7 @@ class FusedStep:
             self.graph.replay()
 
     def _show(self, chunk: Chunk, observers: Observers) -> None:
+        """Run a chunk and tell about it: U from before, the angles from the kernel that wrote W."""
         found = [
             (p, W)
             for p, kind in zip(self.params, self.dtypes, strict=True)
@@ -170,8 +171,10 @@ class FusedStep:
             for W in piece
         ][chunk.first : chunk.first + chunk.count]
         U = normalize_rows(torch.stack([W for _, W in found]).float())
+        chunk.run(observed=True)
+        Q, angles = chunk.Q, chunk.angles
         for observe in observers:
-            observe([(p, 1) for p, _ in found], U, chunk.Q)
+            observe([(p, 1) for p, _ in found], U, Q, angles)
 
 
 def send(values: Tensor, to: Tensor) -> None:

@@ -61,14 +61,14 @@ class Piece(NamedTuple):
 def pieces(shape: torch.Size, layout: Layout) -> tuple[Piece, ...]:
     """The layout's own cut, read off tensors without data."""
     weight = torch.empty(shape, device="meta")
-    state = torch.empty(layout.row_shape(weight), device="meta")
+    state = torch.empty(layout.vector_shape(weight), device="meta")
 
     def starts(t: Tensor) -> tuple[int, ...]:
         return tuple(int(t.storage_offset()) + i * t.stride(0) for i in range(t.shape[0]))
 
     return tuple(
         Piece(W.shape[1], W.shape[2], starts(W), W.stride(1), starts(rows), rows.stride(1))
-        for W, rows in zip(layout.cut(weight), layout.cut_rows(state), strict=True)
+        for W, rows in zip(layout.cut(weight), layout.cut_vector(state), strict=True)
     )
 
 

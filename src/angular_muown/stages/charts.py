@@ -5,12 +5,14 @@ W is the only truth: lengths and directions are read off it at every step, so we
 changed from outside (a checkpoint, an EMA swap, pruning) are simply the next starting point.
 """
 
+from math import sqrt
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 Rows = dict[str, Tensor]
+ROUNDING = 8  # times terms: units of rounding below which a difference of row vectors is nothing
 
 
 class Split(NamedTuple):
@@ -33,6 +35,27 @@ def nonzero(x: Tensor) -> Tensor:
 
 def normalize_rows(X: Tensor) -> Tensor:
     return X / nonzero(row_norm(X))
+
+
+def chord_angle(chord: Tensor) -> Tensor:
+    """Radians between unit vectors that are so far apart: 2 asin(|v - u| / 2). arccos cannot see
+    below 3e-4 rad in float32."""
+    return 2 * torch.asin((chord / 2).clamp(max=1))
+
+
+def tangent_part(X: Tensor, U: Tensor) -> Tensor:
+    """X_i - <X_i, U_i> U_i, for unit rows U_i."""
+    return X - (X * U).sum(dim=-1, keepdim=True) * U
+
+
+def without_rounding(X: Tensor, whole: Tensor, terms: float) -> Tensor:
+    """X, a difference taken from `whole`, with exact zeros for the rows that are only its rounding.
+
+    Largest entries are compared: squares of 1e30 would leave the range of float32. A row that is
+    no number stays, to be seen.
+    """
+    noise = ROUNDING * terms * torch.finfo(X.dtype).eps * whole.abs().amax(dim=-1, keepdim=True)
+    return torch.where(X.abs().amax(dim=-1, keepdim=True) <= noise, torch.zeros_like(X), X)
 
 
 def polar_coordinates(W: Tensor, G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -70,6 +93,23 @@ class Oblique:
 
     def join(self, at: Split, step: Tensor, g: Tensor, rows: Rows) -> Tensor:
         return g * normalize_rows(at.U + step)
+
+
+class Geodesic(Oblique):
+    """The same along great circles: a tangent step of length theta turns its row by theta.
+
+    With steps of a given length, a row turns as far for a T_i of any size. So what G_i - r_i U_i
+    leaves of a gradient along its row is no T_i: under 2 sqrt(n) units of rounding were measured.
+    Rounding that came with the gradient, as in bf16, cannot be told from a gradient.
+    """
+
+    def split(self, W: Tensor, G: Tensor, rows: Rows) -> Split:
+        at = super().split(W, G, rows)
+        return at._replace(T=without_rounding(at.T, at.g * G, sqrt(G.shape[-1])))
+
+    def join(self, at: Split, step: Tensor, g: Tensor, rows: Rows) -> Tensor:
+        theta = row_norm(step)
+        return g * normalize_rows(theta.cos() * at.U + theta.sin() / nonzero(theta) * step)
 
 
 class WeightNorm:

@@ -53,13 +53,17 @@ def gram(X: Tensor) -> Tensor:
 def svd(X: Tensor) -> Tensor:
     """U V^T from the singular value decomposition: exact, in float32 or float64.
 
-    Directions below the rounding error of the largest singular value are noise and give zero.
+    Directions below the rounding error of the largest singular value are noise and give zero. So
+    are rows and columns that this error hides: empty ones stay empty, as in the iterations.
     """
-    X_unit = _unit(X, 1.0)
+    X_unit = unit(X, 1.0)
     U, S, Vh = torch.linalg.svd(X_unit, full_matrices=False)
-    noise = S[..., :1] * max(X.shape[-2:]) * torch.finfo(S.dtype).eps
-    kept = (S > noise).to(S.dtype).unsqueeze(-2)
-    return ((U * kept) @ Vh).to(X.dtype)
+    error = S[..., :1] * torch.finfo(S.dtype).eps
+    kept = (S > max(X.shape[-2:]) * error).to(S.dtype).unsqueeze(-2)
+    seen = [
+        torch.linalg.vector_norm(X_unit, dim=d, keepdim=True) > error[..., None] for d in (-1, -2)
+    ]
+    return ((U * kept) @ Vh * seen[0] * seen[1]).to(X.dtype)
 
 
 ORTHOGONALIZERS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -78,7 +82,7 @@ def iteration_dtype(X: Tensor) -> torch.dtype:
     return torch.float32 if X.device.type == "cpu" else torch.bfloat16
 
 
-def _unit(X: Tensor, margin: float) -> Tensor:
+def unit(X: Tensor, margin: float) -> Tensor:
     """X / (margin |X|_F) in at least float32. The largest entry is taken out first: squares of
     1e-30 or 1e30 would leave the range of float32."""
     X = X.to(torch.promote_types(X.dtype, torch.float32))
@@ -89,7 +93,7 @@ def _unit(X: Tensor, margin: float) -> Tensor:
 def _on_short_side(X: Tensor, iterate: Callable[[Tensor], Tensor], margin: float) -> Tensor:
     """Run an iteration on (batch, short, long) and give the result X's shape and dtype."""
     tall = X.shape[-2] > X.shape[-1]
-    Y = _unit(X, margin).to(iteration_dtype(X))
+    Y = unit(X, margin).to(iteration_dtype(X))
     Y = Y.mT if tall else Y
     Y = iterate(Y.reshape(-1, *Y.shape[-2:])).reshape(Y.shape)
     return (Y.mT if tall else Y).to(X.dtype)

@@ -22,6 +22,11 @@ def rms(m: int, n: int) -> float:
     return sqrt(max(m, n))
 
 
+def aspect(m: int, n: int) -> float:
+    """sqrt(max(m/n, n/m)): s * |Q|_F = sqrt(max(m, n)) (Haegele et al., arXiv 2606.25971)."""
+    return sqrt(max(m / n, n / m))
+
+
 def none(m: int, n: int) -> float:
     return 1.0
 
@@ -30,5 +35,6 @@ SCALES: dict[str, Callable[[int, int], float]] = {
     "fan_ratio": fan_ratio,
     "adam_rms": adam_rms,
     "rms": rms,
+    "aspect": aspect,
     "none": none,
 }

@@ -1,0 +1,80 @@
+"""What an experiment consists of: lines, grids, horizons, seeds, at three scales. No torch here.
+
+A line is a curve of a figure or a row of a table. `paper` has the paper's sizes, `s` model S and
+minutes on one GPU, `nano` a few minutes on a CPU: the same code, other numbers.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from angular_lab import paper
+from angular_lab.recipes import recipe
+from angular_lab.spec import Spec
+
+SCALES = ("paper", "s", "nano")
+RATE = "optim.lr"
+WEIGHT_DECAY = {"adamw": 0.1, "muon": 0.1}  # all others 0, as in the paper
+FAMILY = ("adamw", "muon", "normuon", "muown", "angular_muown")
+TEASER = ("adamw", "normuon", "muown", "angular_muown")
+HORIZONS = {
+    "paper": (4768, 9537, 14305, 19073),  # 2.5, 5, 7.5, 10B tokens
+    "s": (1373, 2747, 4120, 5493),  # 22.5, 45, 67.5, 90M tokens
+    "nano": (30, 60, 90, 120),
+}
+SEEDS = {"paper": (0,), "s": (0, 1, 2), "nano": (0, 1, 2)}
+_SMALL: dict[str, tuple[float, ...]] = {
+    "adamw": (1e-3, 2e-3, 4e-3),
+    "muon": (1e-2, 2e-2, 4e-2),
+    "normuon": (2e-3, 4e-3, 8e-3),
+    "muown": (2e-3, 4e-3, 8e-3),
+    "angular_muown": (1e-2, 2e-2, 4e-2),
+}
+RATES: dict[str, dict[str, tuple[float, ...]]] = {
+    "paper": {name: row.rates for name, row in paper.TEASER.items()} | {"muon": paper.SMALL_RATES},
+    "s": _SMALL,
+    "nano": _SMALL,
+}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One way of training, over the values of one setting."""
+
+    label: str
+    spec: Spec
+    values: tuple[float, ...]
+    axis: str = RATE
+
+
+@dataclass(frozen=True)
+class Experiment:
+    name: str
+    scale: str
+    title: str
+    lines: tuple[Line, ...]
+    horizons: tuple[int, ...]  # steps; where there are several, cool-downs off one trunk
+    seeds: tuple[int, ...]  # the first chooses a line's value, the others judge it
+
+
+def base(scale: str, paper_recipe: str = "dense-124m") -> Spec:
+    """The scale's model and batch; every evaluation that counts is the last one."""
+    if scale == "paper":
+        return recipe(paper_recipe)
+    spec = recipe(scale)
+    if scale == "nano":
+        spec = replace(spec, schedule=replace(spec.schedule, warmup=10), eval_every=30)
+    return replace(spec, save_every=0)
+
+
+def trained_by(spec: Spec, name: str, **changes: Any) -> Spec:
+    """By another optimizer, with the paper's weight decay unless told otherwise."""
+    values: dict[str, Any] = {"name": name, "weight_decay": WEIGHT_DECAY.get(name, 0.0), **changes}
+    return replace(spec, optim=replace(spec.optim, **values))
+
+
+def middle(scale: str, name: str) -> float:
+    """The rate that an ablation holds: the paper's best, or the middle of the grid."""
+    if scale == "paper" and name in paper.TEASER:
+        return paper.TEASER[name].best_rate
+    rates = RATES[scale][name]
+    return rates[len(rates) // 2]

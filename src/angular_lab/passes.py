@@ -1,0 +1,103 @@
+"""Forward and backward passes; on one GPU recorded once and replayed.
+
+A small model's pass is hundreds of short kernels, which the host starts more slowly than the GPU
+runs them. A recorded pass is two launches, one forward and one backward, so that the loss can be on
+its way to the host while the backward pass runs. The kernels are the same, and so are the bits.
+"""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from angular_lab.models import LanguageModel
+from angular_lab.ranks import Ranks
+from angular_lab.spec import Spec
+
+WARM_UP = 3  # passes before one is recorded: compilation, and what libraries make at first use
+
+
+def can_record(spec: Spec, model: LanguageModel, ranks: Ranks) -> bool:
+    """Ranks that exchange gradients during the backward pass are left to torch."""
+    alone = ranks.world == 1 and ranks.device.type == "cuda"
+    return alone and spec.compile and model.recordable
+
+
+class Passes:
+    """Of a model as the loop calls it; `recorded=False` for plain ones."""
+
+    def __init__(
+        self, parallel: nn.Module, autocast: AbstractContextManager[Any], recorded: bool
+    ) -> None:
+        self.parallel, self.autocast, self.recorded = parallel, autocast, recorded
+        self.parameters = [p for p in parallel.parameters() if p.requires_grad]
+        self.reached: set[int] = set()  # parameters that got gradients, by their place in the list
+        self._counts: dict[tuple[torch.Size, float], int] = {}
+        self._known: dict[tuple[torch.Size, float], _Recorded] = {}
+        self._last: _Recorded | Tensor | None = None
+
+    def forward(self, tokens: Tensor, targets: Tensor, share: float) -> Tensor:
+        """The mean loss times `share`, detached."""
+        key = (tokens.shape, share)
+        self._counts[key] = self._counts.get(key, 0) + 1
+        if self.recorded and self._counts[key] > WARM_UP:
+            if key not in self._known:
+                self._known[key] = _Recorded(self, tokens, targets, share)
+            self._last = self._known[key]
+            return self._known[key].forward(tokens, targets)
+        loss = self.plain(tokens, targets, share)
+        self._last = loss
+        return loss.detach()
+
+    def plain(self, tokens: Tensor, targets: Tensor, share: float) -> Tensor:
+        with self.autocast:
+            loss: Tensor = self.parallel(tokens, targets) * share
+        return loss
+
+    def backward(self) -> None:
+        """Add the gradients of the last forward pass."""
+        assert self._last is not None
+        self._last.backward()
+        if isinstance(self._last, Tensor):
+            self._last = None  # and all that it keeps alive
+            self.reached |= {i for i, p in enumerate(self.parameters) if p.grad is not None}
+
+    def clear(self) -> None:
+        """Forget the gradients. Recorded passes add to theirs where they lie."""
+        if not self._known:
+            for p in self.parameters:
+                p.grad = None
+            return
+        torch._foreach_zero_([p.grad for p in self.parameters if p.grad is not None])
+
+
+class _Recorded:
+    """A forward and a backward pass for inputs of one shape."""
+
+    def __init__(self, passes: Passes, tokens: Tensor, targets: Tensor, share: float) -> None:
+        self.tokens, self.targets = tokens.clone(), targets.clone()
+        # Gradients stay at one place from now on, and passes add to them. What no pass has reached
+        # gets none, so that the optimizer leaves it alone.
+        for i in passes.reached:
+            p = passes.parameters[i]
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream(tokens.device)
+        # thread_local: the next batch is on its way to the device in another thread
+        mode = "thread_local"
+        with torch.cuda.graph(self._forward, stream=stream, capture_error_mode=mode):
+            loss = passes.plain(self.tokens, self.targets, share)
+        pool = self._forward.pool()
+        with torch.cuda.graph(self._backward, pool, stream, capture_error_mode=mode):
+            loss.backward()
+        self.loss = loss.detach()
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        self.tokens.copy_(tokens)
+        self.targets.copy_(targets)
+        self._forward.replay()
+        return self.loss
+
+    def backward(self) -> None:
+        self._backward.replay()

@@ -1,0 +1,147 @@
+"""One run of a sweep, with its cool-downs: what it is called, how far it is, and how it is made."""
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import inf
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from angular_lab.build import Models
+from angular_lab.experiment_plan import Experiment, Line
+from angular_lab.health import NotFinite
+from angular_lab.overrides import keys, override
+from angular_lab.rundir import RunDir, write_atomically
+from angular_lab.runs import branch_spec, train, trunk_spec
+from angular_lab.spec import Spec
+
+DIVERGED = "DIVERGED"
+# What may differ between an entry and its finished folders: what trunks and cool-downs set
+# themselves (the name holds the horizons), and what no loss depends on. A new setting counts.
+FREE = {
+    "recipe", "steps", "micro_batch", "eval_every", "save_every", "keep", "pins", "log_every",
+    "angle_every", "compile", "deterministic", "parallel", "loggers", "parent", "parent_step",
+    "schedule.kind", "schedule.decay_steps",
+}  # fmt: skip
+COMPARED = {key: attrgetter(key) for key in keys(Spec()) if key not in FREE}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One run of a sweep, with its cool-downs: a line at a value with a seed."""
+
+    line: Line
+    value: float
+    seed: int
+    spec: Spec
+    folder: Path
+    horizons: tuple[int, ...]
+
+    @property
+    def ends(self) -> dict[int, Path]:
+        """The folder whose last evaluation counts, for every horizon."""
+        if len(self.horizons) == 1:
+            return {self.horizons[0]: self.folder}
+        return {h: self.folder.with_name(f"{self.folder.name}-to{h}") for h in self.horizons}
+
+    @property
+    def diverged(self) -> bool:
+        return (self.folder / DIVERGED).exists()
+
+    @property
+    def done(self) -> bool:
+        """Raises ValueError where a finished folder holds another run than this one."""
+        if self.diverged:
+            if RunDir(self.folder).started:
+                self._check(self.folder)
+            return True
+        if not all(RunDir(folder).done for folder in self.ends.values()):
+            return False  # training compares what it goes on with
+        for folder in self.ends.values():
+            self._check(folder)
+        return True
+
+    def _check(self, folder: Path) -> None:
+        """Names leave defaults out, so that new settings rename nothing. The price: when a default
+        changes, a run that was made under the old one has the name of one under the new."""
+        stored = RunDir(folder).read_spec()
+        for key, get in COMPARED.items():
+            if get(stored) != get(self.spec):
+                raise ValueError(
+                    f"{folder} was made with {key}={get(stored)!r}, and this sweep wants "
+                    f"{get(self.spec)!r}: choose another --out, or remove the folder"
+                )
+
+    @property
+    def loss(self) -> float:
+        """At the longest horizon; infinite where training broke down."""
+        if self.diverged:
+            return inf
+        run = RunDir(self.ends[self.horizons[-1]])
+        for line in reversed(run.read_metrics()):
+            if "val_loss" in line:
+                return line["val_loss"]
+        raise ValueError(
+            f"{run.path} is done, but its metrics.jsonl has no val_loss: remove the folder, and "
+            "the run is made again; eval_every must not be 0"
+        )
+
+    def described(self) -> dict[str, Any]:
+        """As the manifest has it."""
+        status = "diverged" if self.diverged else "done" if self.done else "unfinished"
+        root = self.folder.parent
+        return {
+            "label": self.line.label,
+            "axis": self.line.axis,
+            "value": self.value,
+            "seed": self.seed,
+            "status": status,
+            "folders": {str(h): str(path.relative_to(root)) for h, path in self.ends.items()},
+        }
+
+
+def make_entry(
+    experiment: Experiment, line: Line, value: float, seed: int, root: Path, data: str = ""
+) -> Entry:
+    spec = override(line.spec, [f"{line.axis}={value!r}"])
+    spec = replace(spec, seed=seed, steps=experiment.horizons[-1], data=data or spec.data)
+    content = json.dumps([spec.distinct(), experiment.horizons], sort_keys=True)
+    label = "".join(c if c.isalnum() else "-" for c in line.label).strip("-")
+    short = hashlib.sha256(content.encode()).hexdigest()[:8]
+    name = f"{label}-{line.axis.rpartition('.')[2]}{value:g}-seed{seed}-{short}"
+    return Entry(line, value, seed, spec, root / name, experiment.horizons)
+
+
+def run_entry(
+    entry: Entry,
+    run: RunDir,
+    device: str = "",
+    until: float = inf,
+    models: Models | None = None,
+) -> None:
+    """`run` is the entry's folder, claimed by the caller: whoever has it makes the cool-downs too,
+    so that no other process starts them in between."""
+    try:
+        for spec, folder in _stages(entry):
+            train(spec, run if folder == entry.folder else folder, True, device, until, models)
+    except NotFinite as error:  # a rate too high is a result, not a failure of the sweep
+        write_atomically(entry.folder / DIVERGED, f"{error}\n")
+        print(f"{entry.folder.name} diverged: {error}", file=sys.stderr)
+
+
+def _stages(entry: Entry) -> Iterator[tuple[Spec, Path]]:
+    """Specs and folders to train, in order; a branch's spec needs its trunk to be there."""
+    if len(entry.horizons) == 1:
+        yield entry.spec, entry.folder
+        return
+    share = entry.spec.schedule.decay
+    trunk, branches = trunk_spec(entry.spec, list(entry.horizons), share)
+    yield trunk, entry.folder
+    for start, length in branches:
+        yield (
+            branch_spec(RunDir(entry.folder), start, length),
+            entry.ends[start + length],
+        )

@@ -1,0 +1,43 @@
+import numpy as np
+
+from tests.reference import polar
+
+
+def projected(X: np.ndarray, U: np.ndarray) -> np.ndarray:
+    return np.stack([x - (x @ u) * u for x, u in zip(X, U, strict=True)])
+
+
+def rotated(u: np.ndarray, q: np.ndarray, angle: float) -> np.ndarray:
+    """The unit vector u, turned away from q by an angle on the great circle through both. A row of
+    a polar factor is at most 1 long: less than 1e-12 of it, in float64, is rounding."""
+    v = q - (q @ u) * u
+    if np.linalg.norm(v) < 1e-12:
+        return u
+    return np.cos(angle) * u - np.sin(angle) * v / np.linalg.norm(v)
+
+
+def constrained_polar(X: np.ndarray, U: np.ndarray, iterations: int) -> np.ndarray:
+    """Algorithm 2: the dual of max <X, Q> with <Q_i, U_i> = 0, by damped coordinate curvatures."""
+    X = X / np.linalg.norm(X)
+    multiplier = np.array([-x @ u for x, u in zip(X, U, strict=True)])
+    length = 1.0
+    for _ in range(iterations):
+        trial = multiplier - length * _newton_step(X + multiplier[:, None] * U, U)
+        if _nuclear(X + trial[:, None] * U) < _nuclear(X + multiplier[:, None] * U):
+            multiplier = trial
+        else:
+            length /= 2
+    return polar(X + multiplier[:, None] * U)
+
+
+def _nuclear(X: np.ndarray) -> float:
+    return np.linalg.svd(X, compute_uv=False).sum()
+
+
+def _newton_step(X: np.ndarray, U: np.ndarray) -> np.ndarray:
+    A, S, Vh = np.linalg.svd(X, full_matrices=False)
+    S, Q, step = S + 0.05 * S.mean(), A @ Vh, np.zeros(len(X))
+    for i in range(len(X)):
+        along = A[i] if X.shape[0] <= X.shape[1] else Vh @ U[i]
+        step[i] = Q[i] @ U[i] / (along**2 / S).sum()
+    return step
