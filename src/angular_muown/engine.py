@@ -61,7 +61,7 @@ def update(
     (lr, radius_lr), rows = rates(group, stack.compute), stack.gather_rows()
     at = recipe.chart.split(stack.gather_W(), stack.gather_G(), rows)
     M, X = heavy_ball(stack.gather_M(), at.T, group["momentum"], group["nesterov"])
-    Q = recipe.tangent(recipe.orthogonalize, X, at.U)
+    Q = recipe.tangent(recipe.orthogonalize, X, at.U, rows)
     for observe in observers:
         observe(stack.parts, at.U, Q, None)
     Q = recipe.normalize(Q, at.U, rows)

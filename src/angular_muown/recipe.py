@@ -12,10 +12,10 @@ from torch import Tensor
 
 from angular_muown.stages.charts import Rows, Split
 from angular_muown.stages.normalize import AsIs, RowSecondMoment
-from angular_muown.stages.orthogonalize import ORTHOGONALIZERS
+from angular_muown.stages.orthogonalize import ORTHOGONALIZERS, polar_express
 from angular_muown.stages.radius import RADII, Fixed
 from angular_muown.stages.scale import SCALES
-from angular_muown.stages.tangent import Polar, free
+from angular_muown.stages.tangent import TANGENT, Free, Polar
 
 # Parameters with their number of matrices; U before the step and Q, (count, m, n), of all of them;
 # the radians that rows turned by, (count, m). None instead of these: W is still to be written.
@@ -33,6 +33,10 @@ class Stage(Protocol):
 class Chart(Stage, Protocol):
     def split(self, W: Tensor, G: Tensor, rows: Rows) -> Split: ...
     def join(self, at: Split, step: Tensor, g: Tensor, rows: Rows) -> Tensor: ...
+
+
+class Tangent(Stage, Protocol):
+    def __call__(self, polar: Polar, X: Tensor, U: Tensor, rows: Rows) -> Tensor: ...
 
 
 class Normalize(Stage, Protocol):
@@ -55,15 +59,17 @@ class Recipe:
     normalize: Normalize = field(default_factory=AsIs)
     radius: Radius = field(default_factory=Fixed)
     kappa: float | Tensor = 1.0  # the angular multiplier at this step
-    tangent: Callable[[Polar, Tensor, Tensor], Tensor] = free
+    tangent: Tangent = field(default_factory=Free)
 
     @property
     def rows(self) -> tuple[str, ...]:
-        return (*self.chart.rows, *self.normalize.rows, *self.radius.rows)
+        stages = (self.chart, self.tangent, self.normalize, self.radius)
+        return tuple(name for stage in stages for name in stage.rows)
 
 
 def polar_of(group: dict[str, Any]) -> Polar:
-    return ORTHOGONALIZERS[group["orthogonalize"]]
+    name = group["orthogonalize"]
+    return polar_express if name == TANGENT else ORTHOGONALIZERS[name]
 
 
 def scale_of(group: dict[str, Any]) -> Callable[[int, int], float]:

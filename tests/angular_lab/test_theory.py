@@ -83,7 +83,7 @@ def test_x_is_what_the_optimizer_orthogonalizes() -> None:
     optimizer = AngularMuown([group], lr=0.1, orthogonalize="svd")
     seen: list[float] = []
 
-    def observe(parts: Any, U: torch.Tensor, Q: torch.Tensor) -> None:
+    def observe(parts: Any, U: torch.Tensor, Q: torch.Tensor, turned: Any) -> None:
         X = shortcut.lookahead(p, U, optimizer)
         P, _, Vh = torch.linalg.svd(X, full_matrices=False)
         seen.append((P @ Vh - Q).abs().max().item())

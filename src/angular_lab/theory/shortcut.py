@@ -70,7 +70,7 @@ def watching(rows: list[dict[str, Any]], looks: Sequence[int]) -> Iterator[None]
             for p, name in zip(group["params"], group.get("param_names", ()), strict=False)
         }
 
-        def observe(parts: Sequence[Part], U: Tensor, Q: Tensor) -> None:
+        def observe(parts: Sequence[Part], U: Tensor, Q: Tensor, turned: Tensor | None) -> None:
             taken = 0
             for p, count in parts:
                 X = lookahead(p, U[taken : taken + count], optimizer)

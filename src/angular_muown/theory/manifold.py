@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from angular_muown.stages.charts import normalize_rows, row_norm
+from angular_muown.stages.charts import normalize_rows, row_norm, tangent_part
 
 
 def radial(A: Tensor, U: Tensor) -> Tensor:
@@ -13,7 +13,7 @@ def radial(A: Tensor, U: Tensor) -> Tensor:
 
 def project(A: Tensor, U: Tensor) -> Tensor:
     """The part of A tangent at U: A_i - <A_i, U_i> U_i."""
-    return A - radial(A, U) * U
+    return tangent_part(A, U)
 
 
 def retract(U: Tensor, V: Tensor) -> Tensor:

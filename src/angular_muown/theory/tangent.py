@@ -19,8 +19,8 @@ from angular_muown.theory.manifold import project, radial
 from angular_muown.theory.smooth_polar import SmoothPolar
 
 # Found by trying factors of 3 on the spectra of tests/angular_muown/test_tangent_polar.py.
-OPENING = 3  # steps by the majorizer alone: rectangular matrices are nearly done after them
-FIRST_EPS = 0.02  # smoothing at the start, relative to the mean singular value
+OPENING = 2  # steps by the majorizer alone: rectangular matrices are nearly done after them
+FIRST_EPS = 0.005  # smoothing at the start, relative to the mean singular value
 SMOOTHING = 0.5  # share of the gap that smoothing may cost
 FASTEST = 0.05  # eps falls by this factor at most, at once
 ARRIVED = 0.01  # a step that promises less than this share of the gap: time to lower eps
