@@ -6,7 +6,7 @@ from typing import Any
 
 from angular_lab.plots import Panel, Trace
 from angular_lab.report_figures import Figure
-from angular_lab.theory.tables import kind_of, shape_text
+from angular_lab.theory.tables import kind_of, layer_of, shape_text
 
 Data = dict[str, Any]
 
@@ -76,20 +76,28 @@ def _ranks(data: Data) -> Figure:
 
 
 def regimes(data: Data) -> list[Figure]:
+    m, n = data["shape"]
+    return [
+        _regime(data, "angle", "mean angle of a step (rad)",
+                f"The angle by which a step turns a row, {m} x {n}, white-noise gradients. Dashed: "
+                "the closed forms. Weight decay ends on a plateau, Muown falls as t^(-1/2), "
+                "AngularMuown follows its schedule."),
+        _regime(data, "norm", "mean norm of a row",
+                "The norm that divides a step, and its closed forms. Weight decay holds it, "
+                "Muown's stored norm grows as √t, AngularMuown's is 1."),
+    ]  # fmt: skip
+
+
+def _regime(data: Data, key: str, y_label: str, caption: str) -> Figure:
     traces = []
     for color, line in enumerate(data["lines"]):
         steps = [point["step"] + 1 for point in line["points"]]
-        angles, predicted = ([p[key] for p in line["points"]] for key in ("angle", "predicted"))
-        traces.append(Trace(steps, angles, color, line["name"]))
+        measured, predicted = (
+            [p[name] for p in line["points"]] for name in (key, f"{key}_predicted")
+        )
+        traces.append(Trace(steps, measured, color, line["name"]))
         traces.append(Trace(steps, predicted, color, kind="prediction"))
-    panel = Panel(traces, "step (log)", "mean angle of a step (rad)", True, True)
-    m, n = data["shape"]
-    caption = (
-        f"The angle by which a step turns a row, {m} x {n}, white-noise gradients. Dashed: the "
-        "closed forms. Weight decay ends on a plateau, Muown falls as t^(-1/2), AngularMuown "
-        "follows its schedule."
-    )
-    return [Figure("regimes", panel, caption)]
+    return Figure(f"regimes-{key}", Panel(traces, "step (log)", y_label, True, True), caption)
 
 
 def geometry(data: Data) -> list[Figure]:
@@ -156,33 +164,49 @@ def _momentum(data: Data) -> list[Figure]:
 
 
 def shortcut(data: Data) -> list[Figure]:
-    rows = data["rows"]
-    count = len({row["matrix"] for row in rows})
-    what = f"Medians over the matrices of a kind, {count} in all"
     return [
-        _by_kind(rows, "dual_gap", "shortcut-dual-gap", "dual gap (log)", True,
-                 "How far the nuclear norm of what the shortcut orthogonalizes is above the "
-                 f"constrained optimum. {what}."),
-        _by_kind(rows, "angle", "shortcut-angle", "angle (degrees)", False,
-                 f"The angle between the shortcut's tangent direction and the exact one. {what}."),
-        _by_kind(rows, "lost", "shortcut-lost", "share of the descent lost", False,
-                 "What the shortcut's tangent direction misses of the best descent once it is "
-                 f"scaled to operator norm 1, as the theorem's direction is. {what}."),
+        *_by_layer(data["rows"], "dual_gap", "dual gap (log)", True,
+                   "how far the nuclear norm of what the shortcut orthogonalizes is above the "
+                   "constrained optimum"),
+        *_by_layer(data["rows"], "angle", "angle (degrees)", False,
+                   "the angle between the shortcut's tangent direction and the exact one"),
+        _lost(data["rows"]),
         _after(data),
     ]  # fmt: skip
 
 
-def _by_kind(
-    rows: Sequence[Data], key: str, name: str, y_label: str, log_y: bool, caption: str
-) -> Figure:
+def _by_layer(
+    rows: Sequence[Data], key: str, y_label: str, log_y: bool, caption: str
+) -> list[Figure]:
+    """A figure for each layer, on the same axes, with a line for each of its matrices."""
+    values = [row[key] for row in rows]
+    bottom, top = (0.8 * min(values), 1.25 * max(values)) if log_y else (0, 1.05 * max(values))
+    made = []
+    for layer in sorted({layer_of(row["matrix"]) for row in rows}):
+        own = [row for row in rows if layer_of(row["matrix"]) == layer]
+        panel = Panel(_by_kind(own, key), "step", y_label, log_y=log_y, y_bottom=bottom, y_top=top)
+        name = f"shortcut-{key.replace('_', '-')}-{layer}"
+        made.append(Figure(name, panel, f"Layer {layer}: {caption}."))
+    return made
+
+
+def _lost(rows: Sequence[Data]) -> Figure:
+    panel = Panel(_by_kind(rows, "lost"), "step", "share of the descent lost", y_bottom=0)
+    caption = (
+        "What the shortcut's tangent direction misses of the best descent once it is scaled to "
+        "operator norm 1, as the theorem's direction is. Medians over the layers."
+    )
+    return Figure("shortcut-lost", panel, caption)
+
+
+def _by_kind(rows: Sequence[Data], key: str) -> list[Trace]:
     traces = []
     for color, kind in enumerate(sorted({kind_of(row["matrix"]) for row in rows})):
         own = [row for row in rows if kind_of(row["matrix"]) == kind]
         steps = distinct(own, "step")
         middle = [median(row[key] for row in own if row["step"] == step) for step in steps]
         traces.append(Trace(steps, middle, color, kind, "dots"))
-    bottom = None if log_y else 0
-    return Figure(name, Panel(traces, "step", y_label, log_y=log_y, y_bottom=bottom), caption)
+    return traces
 
 
 def _after(data: Data) -> Figure:
@@ -199,7 +223,7 @@ def _after(data: Data) -> Figure:
         y_bottom=0,
     )  # fmt: skip
     caption = (
-        "The same loss after a few cheap steps of the multiplier: the first takes the radial part "
-        "out of the momentum as well. Medians over all matrices of a kind and all looks."
+        "The same loss after a few cheap steps of the multiplier, which begin with the radial part "
+        "taken out of the momentum. Medians over all matrices of a kind and all looks."
     )
     return Figure("shortcut-dual-steps", panel, caption)

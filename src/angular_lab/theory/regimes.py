@@ -5,10 +5,11 @@ squares add up. Momentum makes neighbours alike: over times longer than its memo
 c times as fast, c = (sum of the weights)^2 / (sum of their squares) of the gradients in a step.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from math import atan, sqrt
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,44 +32,59 @@ def memory(beta: float) -> float:
     return (1 - beta) ** -2 / ((1 + beta) ** 2 + beta**4 / (1 - beta**2))
 
 
-def decayed(t: int, lr: float, decay: float, c: float, start: float = 1.0) -> float:
+def decayed_norm(t: int, lr: float, decay: float, c: float, start: float = 1.0) -> float:
     """Weight decay: nu^2 <- (1 - lr decay)^2 nu^2 + c lr^2, from the start to its fixed point."""
     keep = (1 - lr * decay) ** 2
     fixed = c * lr**2 / (1 - keep)
-    nu = sqrt(fixed + (start**2 - fixed) * keep**t)
-    return atan(lr / ((1 - lr * decay) * nu))
+    return sqrt(fixed + (start**2 - fixed) * keep**t)
 
 
-def grown(t: int, lr: float, c: float, start: float = 1.0) -> float:
+def grown_norm(t: int, lr: float, c: float, start: float = 1.0) -> float:
     """Muown's stored norm: rho^2 = rho_0^2 + c lr^2 t."""
-    return atan(lr / sqrt(start**2 + c * lr**2 * t))
+    return sqrt(start**2 + c * lr**2 * t)
 
 
-def scheduled(t: int) -> float:
-    """AngularMuown: lr kappa_t."""
-    return atan(ANGULAR_LR * inverse_polynomial(t, WARMUP, 1e-3, 1.0))
+class Regime(NamedTuple):
+    name: str
+    make: Make
+    norm: Callable[[int], float]  # before step t: what the step's length is divided by
+    step: Callable[[int], float]  # that length
+
+    def angle(self, t: int) -> float:
+        return atan(self.step(t) / self.norm(t))
 
 
-def lines() -> list[tuple[str, Make, Callable[[int], float]]]:
-    """Name, optimizer, prediction."""
+def regimes() -> list[Regime]:
     exact = {"orthogonalize": "svd", "scale": "none"}
 
-    def muon(beta: float) -> Make:
-        return lambda p: Muon(p, lr=MUON_LR, weight_decay=DECAY, momentum=beta, **exact)
+    def weight_decay(name: str, beta: float) -> Regime:
+        def make(p: list[nn.Parameter]) -> torch.optim.Optimizer:
+            return Muon(p, lr=MUON_LR, weight_decay=DECAY, momentum=beta, **exact)
 
-    def muown(beta: float) -> Make:
-        return lambda p: Muown(p, lr=MUOWN_LR, momentum=beta, radius="fixed", **exact)
+        def norm(t: int) -> float:
+            return decayed_norm(t, MUON_LR, DECAY, memory(beta))
 
-    def angular(p: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return Regime(name, make, norm, lambda t: MUON_LR / (1 - MUON_LR * DECAY))
+
+    def implicit(name: str, beta: float) -> Regime:
+        def make(p: list[nn.Parameter]) -> torch.optim.Optimizer:
+            return Muown(p, lr=MUOWN_LR, momentum=beta, radius="fixed", **exact)
+
+        return Regime(name, make, lambda t: grown_norm(t, MUOWN_LR, memory(beta)),
+                      lambda t: MUOWN_LR)  # fmt: skip
+
+    def explicit(p: list[nn.Parameter]) -> torch.optim.Optimizer:
         return AngularMuown(p, lr=ANGULAR_LR, momentum=BETA, warmup_steps=WARMUP, **exact)
 
-    c = memory(BETA)
+    def scheduled(t: int) -> float:
+        return ANGULAR_LR * inverse_polynomial(t, WARMUP, 1e-3, 1.0)
+
     return [
-        ("weight decay", muon(0.0), lambda t: decayed(t, MUON_LR, DECAY, 1.0)),
-        ("weight decay, momentum", muon(BETA), lambda t: decayed(t, MUON_LR, DECAY, c)),
-        ("Muown", muown(0.0), lambda t: grown(t, MUOWN_LR, 1.0)),
-        ("Muown, momentum", muown(BETA), lambda t: grown(t, MUOWN_LR, c)),
-        ("AngularMuown, momentum", angular, scheduled),
+        weight_decay("weight decay", 0.0),
+        weight_decay("weight decay, momentum", BETA),
+        implicit("Muown", 0.0),
+        implicit("Muown, momentum", BETA),
+        Regime("AngularMuown, momentum", explicit, lambda t: 1.0, scheduled),
     ]
 
 
@@ -77,28 +93,25 @@ def measure(steps: int = STEPS) -> dict[str, Any]:
         "shape": SHAPE,
         "steps": steps,
         "memory": memory(BETA),
-        "plateau": sqrt(2 * MUON_LR * DECAY),
-        "lines": [line(name, make, predict, steps) for name, make, predict in lines()],
+        "lines": [line(regime, steps) for regime in regimes()],
     }
 
 
-def line(name: str, make: Make, predict: Callable[[int], float], steps: int) -> dict[str, Any]:
-    angles = simulate(make, steps)
-    edges = windows(steps)
-    late = range(steps // 2, steps)
-    rows = [
-        {
-            "step": (a + b - 1) / 2,
-            "angle": sum(angles[a:b]) / (b - a),
-            "predicted": sum(map(predict, range(a, b))) / (b - a),
-        }
-        for a, b in edges
-    ]
+def line(regime: Regime, steps: int) -> dict[str, Any]:
+    """Angle and norm, measured and predicted: as means over windows, and over the second half."""
+    columns = dict(zip(("angle", "norm"), simulate(regime.make, steps), strict=True))
+    columns |= {
+        "angle_predicted": [regime.angle(t) for t in range(steps)],
+        "norm_predicted": [regime.norm(t) for t in range(steps)],
+    }
+    half = steps // 2
     return {
-        "name": name,
-        "points": rows,
-        "late": sum(angles[t] for t in late) / len(late),
-        "late_predicted": sum(map(predict, late)) / len(late),
+        "name": regime.name,
+        "points": [
+            {"step": (a + b - 1) / 2, **{k: fmean(values[a:b]) for k, values in columns.items()}}
+            for a, b in windows(steps)
+        ],
+        "late": {key: fmean(values[half:]) for key, values in columns.items()},
     }
 
 
@@ -108,8 +121,9 @@ def windows(steps: int) -> list[tuple[int, int]]:
     return [(a - 1, b - 1) for a, b in pairwise(ends)]
 
 
-def simulate(make: Make, steps: int) -> Sequence[float]:
-    """The mean angle of the rows at every step, under gradients that are white noise."""
+def simulate(make: Make, steps: int) -> tuple[list[float], list[float]]:
+    """The mean angle of the rows at every step, under gradients that are white noise, and the mean
+    norm that the step was divided by: Muown's stored one, or that of what is retracted."""
     random = torch.Generator().manual_seed(0)
     m, n = SHAPE
     model = nn.Linear(n, m, bias=False, dtype=torch.float64)
@@ -117,10 +131,12 @@ def simulate(make: Make, steps: int) -> Sequence[float]:
         model.weight.normal_(generator=random)
         model.weight /= model.weight.norm(dim=-1, keepdim=True)
     optimizer = make(list(model.parameters()))
-    monitor = AngleMonitor(model, optimizer)
-    angles = []
+    monitor, angles, norms = AngleMonitor(model, optimizer), [], []
     for _ in range(steps):
+        W = model.weight.detach()
+        length = W.norm(dim=-1) if isinstance(optimizer, Muon) else torch.ones(m)
+        norms.append(float(optimizer.state[model.weight].get("stored_norm", length).mean()))
         model.weight.grad = torch.randn(m, n, generator=random, dtype=torch.float64)
         optimizer.step()
         angles.append(monitor.read()["angle_mean"])
-    return angles
+    return angles, norms

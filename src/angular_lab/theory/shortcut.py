@@ -11,7 +11,7 @@ from dataclasses import replace
 from math import acos, degrees
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,10 +20,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from angular_lab.recipes import recipe
 from angular_lab.runs import train
 from angular_lab.spec import Spec
-from angular_muown.theory import dual_steps, project, radial, tangent_polar
+from angular_muown.theory import dual_steps, feasible, project, radial, tangent_polar
 
 LOOKS = (1, 5, 20, 50, 100, 150, 200, 250, 300)
 INNER_STEPS = (1, 2, 3)
+FOLLOWED = 5  # steps, the look included
 TOLERANCE = 1e-5
 Part = tuple[Tensor, int]
 
@@ -58,36 +59,61 @@ def measure(spec: Spec, looks: Sequence[int] = LOOKS) -> dict[str, Any]:
 
 @contextmanager
 def watching(rows: list[dict[str, Any]], looks: Sequence[int]) -> Iterator[None]:
-    """While it is open, optimizers of the family report what they orthogonalize at those steps."""
-    step = 0
+    """While it is open, optimizers of the family report what they orthogonalize at those steps.
+
+    Some steps before a look, multipliers are followed by one dual step each, as an optimizer with
+    orthogonalize="tangent" would: what the look starts from.
+    """
+    step, followed = 0, {t - k for t in looks for k in range(FOLLOWED)}
+    multipliers: dict[str, Tensor] = {}
 
     def start(optimizer: Any, *_: Any) -> None:
         nonlocal step
         step += 1
-        names = {
-            p: name
-            for group in optimizer.param_groups
-            for p, name in zip(group["params"], group.get("param_names", ()), strict=False)
-        }
-
-        def observe(parts: Sequence[Part], U: Tensor, Q: Tensor, turned: Tensor | None) -> None:
-            taken = 0
-            for p, count in parts:
-                X = lookahead(p, U[taken : taken + count], optimizer)
-                for i in range(count):
-                    label = names[p] + (f"[{i}]" if count > 1 else "")
-                    rows.append({"step": step, "matrix": label, **look(X[i], U[taken + i])})
-                taken += count
-
-        others = tuple(x for x in optimizer.observers if not hasattr(x, "of_shortcut"))
-        observe.of_shortcut = True  # pyrefly: ignore
-        optimizer.observers = (*others, observe) if step in looks else others
+        if step - 1 not in followed:
+            multipliers.clear()
+        others = tuple(x for x in optimizer.observers if not isinstance(x, Observe))
+        observe = Observe(optimizer, multipliers, rows if step in looks else None, step)
+        optimizer.observers = (*others, observe) if step in followed else others
 
     hook = register_optimizer_step_pre_hook(start)
     try:
         yield
     finally:
         hook.remove()
+
+
+class Observe(NamedTuple):
+    """An observer of one step: a dual step for every matrix, and a look where rows are kept."""
+
+    optimizer: Any
+    multipliers: dict[str, Tensor]
+    rows: list[dict[str, Any]] | None
+    step: int
+
+    def __call__(self, parts: Sequence[Part], U: Tensor, Q: Tensor, turned: Tensor | None) -> None:
+        names = {
+            p: name
+            for group in self.optimizer.param_groups
+            for p, name in zip(group["params"], group.get("param_names", ()), strict=False)
+        }
+        taken = 0
+        for p, count in parts:
+            X = lookahead(p, U[taken : taken + count], self.optimizer)
+            for i in range(count):
+                label, at = names[p] + (f"[{i}]" if count > 1 else ""), unit_rows(U[taken + i])
+                warm = dual_steps(X[i], at, self.multipliers.get(label), 1)
+                self.multipliers[label] = warm.multiplier
+                if self.rows is not None:
+                    found = look(X[i], at, warm.D)
+                    self.rows.append({"step": self.step, "matrix": label, **found})
+            taken += count
+
+
+def unit_rows(U: Tensor) -> Tensor:
+    """In float64: rows that are of unit length in float32 only are too long for the solver."""
+    U = U.double()
+    return U / U.norm(dim=-1, keepdim=True)
 
 
 def lookahead(p: Tensor, U: Tensor, optimizer: Any) -> Tensor:
@@ -104,24 +130,25 @@ def lookahead(p: Tensor, U: Tensor, optimizer: Any) -> Tensor:
     return T + beta * (beta * M + T)
 
 
-def look(X: Tensor, U: Tensor) -> dict[str, Any]:
-    """One matrix: the shortcut, a few dual steps, and the solution."""
-    U = U.double()
-    U = U / U.norm(dim=-1, keepdim=True)
+def look(X: Tensor, U: Tensor, warm: Tensor) -> dict[str, Any]:
+    """One matrix: the shortcut, a few dual steps, the direction of one warm one, the solution."""
     exact = tangent_polar(X, U, tolerance=TOLERANCE)
     best = -float((X * exact.D).sum())
-    shortcut = dual_steps(X, U, torch.zeros(len(X), dtype=X.dtype), 0)
-    cosine = float((shortcut.D * exact.D).sum() / (shortcut.D.norm() * exact.D.norm()))
     P, _, Vh = torch.linalg.svd(X, full_matrices=False)
+    shortcut = feasible(P @ Vh, U)
+    cosine = float((shortcut * exact.D).sum() / (shortcut.norm() * exact.D.norm()))
+
+    def lost(D: Tensor) -> float:
+        return 1 + float((X * D).sum()) / best
+
     return {
         "shape": list(X.shape),
         "dual_gap": float(torch.linalg.matrix_norm(X, ord="nuc")) / best - 1,
-        "lost": 1 + float((X * shortcut.D).sum()) / best,
+        "lost": lost(shortcut),
         "norm": float(torch.linalg.matrix_norm(project(P @ Vh, U), ord=2)),
         "angle": degrees(acos(min(1.0, cosine))),
-        "lost_after": [
-            1 + float((X * dual_steps(X, U, None, k).D).sum()) / best for k in INNER_STEPS
-        ],
+        "lost_after": [lost(dual_steps(X, U, None, k).D) for k in INNER_STEPS],
+        "lost_warm": lost(warm),
         "radial_share": float((radial(X, U).abs().squeeze(-1) / X.norm(dim=-1)).mean()),
         "solver_gap": float(exact.gap),
     }

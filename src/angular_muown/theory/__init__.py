@@ -8,7 +8,7 @@ from angular_muown.theory.dual_steps import dual_steps
 from angular_muown.theory.idealized import IdealizedAngularMuown
 from angular_muown.theory.manifold import exponential, project, radial, retract, transport
 from angular_muown.theory.problems import Alignment, Neurons, Problem, Regression
-from angular_muown.theory.tangent import TangentPolar, solver_path, tangent_polar
+from angular_muown.theory.tangent import TangentPolar, feasible, solver_path, tangent_polar
 from angular_muown.theory.theorem import Constants, Parameters, bound, parameters, terms
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "check_assumptions",
     "dual_steps",
     "exponential",
+    "feasible",
     "parameters",
     "project",
     "radial",
