@@ -99,7 +99,10 @@ def _scale(axes: Any, panel: Panel) -> None:
     if panel.log_y:
         _log_y(axes, panel)
     low, high = axes.get_ylim()
-    axes.set_ylim(panel.y_bottom or low, panel.y_top or high)
+    axes.set_ylim(
+        low if panel.y_bottom is None else panel.y_bottom,
+        high if panel.y_top is None else panel.y_top,
+    )
 
 
 def _log_y(axes: Any, panel: Panel) -> None:

@@ -46,7 +46,7 @@ def solver(data: Data) -> Table:
         for c in data["cells"]
     ]
     note = f"The worst of {data['samples']} matrices each, float64. A step is one decomposition."
-    return Table("solver", "Steps until the solution is good enough", rows, note)
+    return Table("solver-steps", "Steps until the solution is good enough", rows, note)
 
 
 def cells(data: Data) -> Table:
@@ -89,7 +89,7 @@ def slopes(data: Data) -> Table:
         "The mean of |grad|_F over a run and the bound for it. The exponent is fitted to the last "
         "three; -1/4 means that an ε-stationary point takes ε^-4 steps."
     )
-    return Table("guarantee", "Mean gradient and bound", rows, note)
+    return Table("guarantee-means", "Mean gradient and bound", rows, note)
 
 
 def assumptions(data: Data) -> Table:
@@ -131,7 +131,7 @@ def regimes(data: Data) -> Table:
         f"Means over the second half of {data['steps']:,} steps. Momentum 0.95 makes squared norms "
         f"grow {data['memory']:.1f} times as fast, by its weights alone."
     )
-    return Table("regimes", "The angle late in training, and the norm behind it", rows, note)
+    return Table("regimes-late", "The angle late in training, and the norm behind it", rows, note)
 
 
 def momentum(data: Data) -> Table:
@@ -197,7 +197,7 @@ def shortcut(data: Data) -> Table:
         "dual step starts from the multiplier of the training step before. The exact directions "
         f"are solved to a gap of {worst:.0e}."
     )
-    return Table("shortcut", "The shortcut against the exact direction", rows, note)
+    return Table("shortcut-kinds", "The shortcut against the exact direction", rows, note)
 
 
 def made(found: dict[str, Data]) -> Table:
