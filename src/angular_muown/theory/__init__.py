@@ -4,8 +4,8 @@
 """
 
 from angular_muown.theory.assumptions import Measured, check_assumptions
-from angular_muown.theory.dual_steps import dual_steps
 from angular_muown.theory.idealized import IdealizedAngularMuown
+from angular_muown.theory.inner_steps import dual_steps
 from angular_muown.theory.manifold import exponential, project, radial, retract, transport
 from angular_muown.theory.problems import Alignment, Neurons, Problem, Regression
 from angular_muown.theory.tangent import TangentPolar, feasible, solver_path, tangent_polar

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from angular_muown.stages.charts import polar_coordinates, row_norm
-from angular_muown.theory.dual_steps import dual_steps
+from angular_muown.theory.inner_steps import dual_steps
 from angular_muown.theory.manifold import exponential, project, retract, transport
 from angular_muown.theory.tangent import TangentPolar, tangent_polar
 
