@@ -39,8 +39,9 @@ class IdealizedAngularMuown(torch.optim.Optimizer):
         retraction: "normalize", or "exponential": along great circles.
         transport: what carries M to the next point: "none", "project" or "parallel".
 
-    It is apart from the family, whose one `step` starts the momentum at zero and orthogonalizes
-    without seeing U: for proofs and measurements, not for training.
+    It is apart from the family, whose one `step` starts the momentum at zero and moves the row
+    lengths as well: for proofs and measurements, not for training. AngularMuown's
+    orthogonalize="tangent" is its direction in practice.
 
     Paper: Huebler, Lion, Orvieto, He: Muown Implicitly Performs Angular Step-size Decay, 2026.
     """
