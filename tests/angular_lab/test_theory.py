@@ -40,14 +40,22 @@ def test_the_closed_forms_are_their_recursions() -> None:
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.95])
 def test_memory_is_how_much_faster_a_correlated_walk_spreads(beta) -> None:
-    """Weights by brute force: X = T + beta M with M = beta M + T, for one unit gradient."""
-    M, weights = 0.0, []
-    for t in range(2000):
+    """By brute force: the gradients' weights in a position after many steps X = T + beta M, with
+    M = beta M + T, for one unit gradient; a squared norm is their sum of squares."""
+    M, steps = 0.0, []
+    for t in range(4000):
         T = float(t == 0)
         M = beta * M + T
-        weights.append(T + beta * M)
-    expected = sum(weights) ** 2 / sum(w * w for w in weights)
-    assert regimes.memory(beta) == pytest.approx(expected if beta else 1.0)
+        steps.append(T + beta * M)
+    for keep in (1.0, 0.98):
+        at, growth = 0.0, []
+        for x in steps:
+            at = keep * at + x
+            growth.append(at**2)
+        alone = sum(x * x for x in steps)
+        # without decay, what a gradient adds in the end; with it, all that is left, by (1 - keep^2)
+        grown = growth[-1] if keep == 1 else sum(growth) * (1 - keep**2)
+        assert regimes.memory(beta, keep) == pytest.approx(grown / alone)
 
 
 def test_momentum_only_changes_the_height_and_the_height_is_known() -> None:

@@ -2,7 +2,7 @@
 
 A row of length nu takes steps of length a. Independent steps are perpendicular on average, so
 squares add up. Momentum makes neighbours alike: over times longer than its memory, squares grow
-c times as fast, c = (sum of the weights)^2 / (sum of their squares) of the gradients in a step.
+c times as fast, c = the sum of the correlations of a step with all the others.
 """
 
 from collections.abc import Callable
@@ -25,11 +25,15 @@ POINTS = 60  # on the figure, evenly in the logarithm of the step
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
-def memory(beta: float) -> float:
-    """c of Nesterov's look-ahead, whose gradients have the weights 1 + beta, beta^2, beta^3, ..."""
-    if not beta:
-        return 1.0
-    return (1 - beta) ** -2 / ((1 + beta) ** 2 + beta**4 / (1 - beta**2))
+def memory(beta: float, keep: float = 1.0) -> float:
+    """c of Nesterov's look-ahead, whose gradients have the weights 1 + beta, beta^2, beta^3, ...
+
+    Steps that are k apart have a correlation in proportion to beta^k. Decay by the factor keep
+    leaves keep^k of the older one.
+    """
+    tail = beta**4 / (1 - beta**2)
+    correlation = ((1 + beta) * beta + tail) / ((1 + beta) ** 2 + tail)
+    return 1 + 2 * correlation * beta * keep / (1 - beta * keep)
 
 
 def decayed_norm(t: int, lr: float, decay: float, c: float, start: float = 1.0) -> float:
@@ -62,7 +66,7 @@ def regimes() -> list[Regime]:
             return Muon(p, lr=MUON_LR, weight_decay=DECAY, momentum=beta, **exact)
 
         def norm(t: int) -> float:
-            return decayed_norm(t, MUON_LR, DECAY, memory(beta))
+            return decayed_norm(t, MUON_LR, DECAY, memory(beta, 1 - MUON_LR * DECAY))
 
         return Regime(name, make, norm, lambda t: MUON_LR / (1 - MUON_LR * DECAY))
 
