@@ -176,11 +176,11 @@ def test_claims_say_what_was_measured() -> None:
 
     under = "The mean gradient is under the theorem's bound in every cell"
     sharp = "The solver's gap is at most 1e-6 within 50 steps"
-    angle = "Muown, momentum: late angle and norm"
+    angle = "weight decay, momentum: late angle and norm"
     assert [verdict(words) for words in (under, sharp, angle)] == ["holds"] * 3
     found["guarantee"]["cells"][7]["mean"] = 1.01 * found["guarantee"]["cells"][7]["bound"]
     found["solver"]["cells"][4]["steps_gap"][1] = None
-    found["regimes"]["lines"][3]["late"]["norm"] *= 1.1
+    found["regimes"]["lines"][1]["late"]["norm"] *= 1.1
     assert [verdict(words) for words in (under, sharp, angle)] == ["does not hold"] * 3
 
 

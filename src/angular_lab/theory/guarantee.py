@@ -98,27 +98,36 @@ def run(found: Sequence[Problem], steps: int, seeds: int) -> list[dict[str, Any]
         optimizer.step()
         # So weighted, a mean gap of delta raises the theorem's bound by 1 / (1 - delta) at most.
         gap += norm * optimizer.state[p]["gap"]
-    means, gaps = (x.reshape(len(found), seeds) for x in (total / steps, gap / total))
-    duals = dual.reshape(len(found), seeds) / len(range(0, steps, every))
+    # The columns of the cells: a row for each problem, an entry for each seed.
+    columns = {
+        "mean": total / steps,
+        "dual_mean": dual / len(range(0, steps, every)),
+        "direction_gap": gap / total,
+    }
+    split = {key: x.reshape(len(found), seeds) for key, x in columns.items()}
     return [
         {
-            "problem": problem.name,
-            "shape": list(problem.U_1.shape),
-            "rank": problem.constants.rank,
-            "steps": steps,
+            **_plan(problem, steps),
             "seeds": seeds,
-            "lr": chosen[i].lr,
-            "momentum": chosen[i].momentum,
-            "mean": float(means[i].mean()),
-            "dual_mean": float(duals[i].mean()),
-            "spread": float(means[i].max() - means[i].min()),
-            "bound": bound(problem.constants, steps),
-            "terms": terms(problem.constants, steps),
             "exact": exact,
-            "direction_gap": float(gaps[i].mean()),
+            **{key: float(x[i].mean()) for key, x in split.items()},
+            "spread": float(split["mean"][i].max() - split["mean"][i].min()),
         }
         for i, problem in enumerate(found)
     ]
+
+
+def _plan(problem: Problem, steps: int) -> dict[str, Any]:
+    """What the theorem says about a run before it starts."""
+    return {
+        "problem": problem.name,
+        "shape": list(problem.U_1.shape),
+        "rank": problem.constants.rank,
+        "steps": steps,
+        **parameters(problem.constants, steps)._asdict(),
+        "bound": bound(problem.constants, steps),
+        "terms": terms(problem.constants, steps),
+    }
 
 
 def dual_norm(G: Tensor, U: Tensor) -> Tensor:
