@@ -1,7 +1,8 @@
 """AngularMuown and its family: Muon with the angle of every step made explicit."""
 
 from angular_muown.monitor import AngleMonitor
-from angular_muown.optimizers import AngularMuown, Muon, Muown, NorMuon, NorMuown
+from angular_muown.muons import Muon, NorMuon
+from angular_muown.optimizers import AngularMuown, Muown, NorMuown
 from angular_muown.plan import Plan, plan
 from angular_muown.rivals import Hyperball, MagnitudeDirection
 from angular_muown.schedules import cosine, inverse_polynomial, wsd

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from angular_muown.layout import VIEWS, Layout
 from angular_muown.stages.orthogonalize import ORTHOGONALIZERS
 from angular_muown.stages.radius import RADII
 from angular_muown.stages.scale import SCALES
 from angular_muown.stages.tangent import TANGENT
-from angular_muown.views import VIEWS, Layout
 
 ALGORITHMS = ("matrix", "adamw")
 WRITE_BACKS = ("stochastic", "master")
@@ -82,6 +82,7 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "algorithm": _one_of(ALGORITHMS),
     "write_back": _one_of(WRITE_BACKS),
     "state_dtype": _one_of(STATE_DTYPES),
+    "wire_dtype": _one_of(STATE_DTYPES),
     "view": _one_of(VIEWS),
     "transposed": _BOOL,
     "blocks": _CUT,

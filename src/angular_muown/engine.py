@@ -12,58 +12,41 @@ from torch import Tensor
 from torch._compile import _disable_dynamo  # imports dynamo at the first call, not with us
 
 from angular_muown import adamw, capture, checks
+from angular_muown.exchange import Equation, Work, finish
+from angular_muown.exchange_report import ExchangePlan
+from angular_muown.groups import ENGINE_DEFAULTS, rates, seed
 from angular_muown.kernels.dispatch import runs_on
+from angular_muown.layout import Layout
 from angular_muown.loading import load_keeping_dtypes
-from angular_muown.placement import zeros_like
 from angular_muown.recipe import Observer, Recipe
+from angular_muown.sharing import Exchanges
 from angular_muown.stages.charts import row_signs
 from angular_muown.stages.momentum import heavy_ball
-from angular_muown.views import Layout, Leaf, Stack, stacks
+from angular_muown.state import init_state
+from angular_muown.views import Leaf, Stack, stacks
 
 if TYPE_CHECKING:
     from angular_muown.kernels.groups import FusedGroups
 
-State = dict[str, Any]
-HOMES = ("angular_muown.optimizers", "angular_muown.rivals")  # where members are defined
-
-ENGINE_DEFAULTS: dict[str, Any] = {
-    "algorithm": "matrix",
-    "view": "matrix",
-    "transposed": False,
-    "blocks": None,
-    "column_blocks": None,
-    "step": 0,  # the group's steps so far: kappa's clock
-    "capturable": False,
-    "workspace": 0.25,
-}
+HOMES = (
+    "angular_muown.optimizers",
+    "angular_muown.muons",
+    "angular_muown.rivals",
+)  # where members are defined
 
 
-def arguments(local_names: dict[str, Any]) -> dict[str, Any]:
-    """A member's keyword arguments, from `locals()`: the group's defaults one to one."""
-    return {k: v for k, v in local_names.items() if k not in ("self", "params", "__class__")}
+def update(stack: Stack, recipe: Recipe, group: dict[str, Any]) -> Equation:
+    """One step of every matrix of a stack: the family's equation, top to bottom.
 
-
-def rates(group: dict[str, Any], dtype: torch.dtype) -> tuple[float | Tensor, float | Tensor]:
-    """The learning rates of directions and radii now: `radius_lr` is given for the lr that the
-    group started with and follows every schedule of lr."""
-    lr = group["lr"]
-    if isinstance(lr, Tensor):  # a scalar whose dtype does not spread
-        lr = lr.to(dtype).reshape(())
-    if group.get("radius_lr") is None:
-        return lr, lr
-    return lr, group["radius_lr"] / group["base_lr"] * lr
-
-
-def update(
-    stack: Stack, recipe: Recipe, group: dict[str, Any], observers: Sequence[Observer] = ()
-) -> None:
-    """One step of every matrix of a stack: the family's equation, top to bottom."""
+    It pauses at the only place where matrices must be whole: where they lie over ranks, each rank
+    computes its part of all the rest.
+    """
+    recipe = recipe.over(stack.sums)
     (lr, radius_lr), rows = rates(group, stack.compute), stack.gather_rows()
     at = recipe.chart.split(stack.gather_W(), stack.gather_G(), rows)
     M, X = heavy_ball(stack.gather_M(), at.T, group["momentum"], group["nesterov"])
-    Q = recipe.tangent(recipe.orthogonalize, X, at.U, rows)
-    for observe in observers:
-        observe(stack.parts, at.U, Q, None)
+    Q = yield recipe.tangent.send(X, at.U, rows), at.U  # the polar factor of X
+    Q = recipe.tangent.receive(Q, at.U, rows)
     Q = recipe.normalize(Q, at.U, rows)
     # Decoupled decay, W <- (1 - lr weight_decay) W: since W = g U, it shrinks through g alone.
     g = at.g * (1 - lr * group["weight_decay"]) if group["weight_decay"] else at.g
@@ -75,13 +58,28 @@ def update(
     stack.write(W, M, rows)
 
 
+def update_alone(
+    stack: Stack, recipe: Recipe, group: dict[str, Any], observers: Sequence[Observer] = ()
+) -> None:
+    """The step of matrices that are all here."""
+    equation = update(stack, recipe, group)
+    X, U = next(equation)
+    Q = recipe.tangent(recipe.orthogonalize, X, U)
+    for observe in observers:
+        observe(stack.parts, U, recipe.tangent.receive(Q, U, {}), None)
+    finish(equation, Q)
+
+
 class Engine(torch.optim.Optimizer):
     """Base of the family. A member gives defaults and `recipe(group)`, nothing else."""
 
     observers: tuple[Observer, ...] = ()  # set on an instance by AngleMonitor, never saved
     fused: "FusedGroups | None" = None  # made at the first step on a GPU, never saved
+    exchanges: Exchanges | None = None  # made at the first step, never saved
+    process_group: Any = None
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        self.process_group = defaults.pop("process_group", None)
         if isinstance(params, torch.nn.Module):
             raise TypeError(
                 f"{type(self).__name__} got a model: pass plan(model), which sorts its parameters"
@@ -137,20 +135,27 @@ class Engine(torch.optim.Optimizer):
             capture.check(self.param_groups, self.state)
         active = [self._with_gradient(i) for i in range(len(self.param_groups))]
         rehearsal = not self.state and self._moves_nothing(active)
+        works: list[Work] = []
         for index, (group, params) in enumerate(zip(self.param_groups, active, strict=True)):
             recipe = self.recipe(group) if group["algorithm"] == "matrix" else None
-            states = [self.state[p] for p in params]
+            shared = self._shared(index, recipe) if recipe else []
+            elsewhere = {work.parameter for work in shared}
+            taking = [p for p in group["params"] if p in elsewhere or p.grad is not None]
             wanted = {"step", *(recipe.rows if recipe else ())}
-            for p, state in zip(params, states, strict=True):
-                if not wanted <= state.keys() or group["write_back"] == "master":
-                    self._init_state(p, state, group, recipe)
-            if rehearsal or not params:
+            for p in taking:
+                if not wanted <= self.state[p].keys() or group["write_back"] == "master":
+                    init_state(p, self.state[p], group, recipe)
+            if rehearsal or not taking:
                 continue
             if recipe is None:
-                adamw.update(params, states, group)
+                adamw.update(params, [self.state[p] for p in params], group)
             else:
-                self._advance_matrices(params, states, index, recipe)
-            group["step"] += 1
+                self._advance_matrices([p for p in params if p not in elsewhere], index, recipe)
+                works += shared
+            if params:
+                group["step"] += 1
+        if works:
+            self._advance_shared(works)
 
     def _with_gradient(self, index: int) -> list[Tensor]:
         group = self.param_groups[index]
@@ -164,23 +169,40 @@ class Engine(torch.optim.Optimizer):
             p.grad is not None and p.grad.any() for params in active for p in params
         )
 
-    def _advance_matrices(
-        self, params: list[Tensor], states: list[State], index: int, recipe: Recipe
-    ) -> None:
+    def _shared(self, index: int, recipe: Recipe) -> list[Work]:
+        """The group's parameters whose step is shared with other ranks."""
+        if self.exchanges is None:
+            self.exchanges = Exchanges()
+        return self.exchanges.works(self.param_groups[index], index, recipe, self.process_group)
+
+    def _advance_matrices(self, params: list[Tensor], index: int, recipe: Recipe) -> None:
+        if not params:
+            return
         group = self.param_groups[index]
         layout = Layout.of(group)
-        rest = self._advance_fused(params, states, index, recipe)
+        rest = self._advance_fused(params, [self.state[p] for p in params], index, recipe)
         leaves = [Leaf(p, self.state[p], layout) for p in rest]
         for leaf in leaves:
             leaf.state["step"] += 1
-        noise = group["step"] if group["write_back"] == "stochastic" else None
-        for stack in stacks(leaves, recipe.rows, group["maximize"], noise):
-            update(stack, recipe, group, self.observers)
+        for stack in stacks(leaves, recipe.rows, group["maximize"], seed(group)):
+            update_alone(stack, recipe, group, self.observers)
         for leaf in leaves:
             leaf.close()
 
+    def _advance_shared(self, works: list[Work]) -> None:
+        if capture.is_recording():
+            raise RuntimeError("a step that exchanges matrices between ranks cannot be recorded")
+        assert self.exchanges is not None
+        for work in works:
+            state = self.state[work.parameter]
+            state["step"] += work.parameter.grad is not None
+            work.opened = Leaf(work.parameter, state, work.layout, work.spread)
+        self.exchanges.run(works, update, self.observers)
+        for work in works:
+            work.leaf.close()
+
     def _advance_fused(
-        self, params: list[Tensor], states: list[State], index: int, recipe: Recipe
+        self, params: list[Tensor], states: list[dict[str, Any]], index: int, recipe: Recipe
     ) -> list[Tensor]:
         """Step by kernels what they cover, and return the rest."""
         group = self.param_groups[index]
@@ -196,26 +218,6 @@ class Engine(torch.optim.Optimizer):
             self.fused = FusedGroups(int(sum(sizes)))
         both = rates(group, torch.float32)
         return self.fused.advance(index, params, states, group, recipe, both, self.observers)
-
-    def _init_state(
-        self, p: Tensor, state: State, group: dict[str, Any], recipe: Recipe | None
-    ) -> None:
-        if recipe is None:
-            adamw.init_state(p, group, state)
-            return
-        compute = torch.promote_types(p.dtype, torch.float32)
-        if "step" not in state:
-            # float32 on the host: a bf16 counter stops at 256, one on the device costs a sync
-            device = p.device if group["capturable"] else "cpu"
-            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-            dtype = getattr(torch, group["state_dtype"]) if group["state_dtype"] else compute
-            state["momentum_buffer"] = zeros_like(p, dtype)
-        for name in recipe.rows:
-            if name not in state:
-                shape = Layout.of(group).vector_shape(p, name)
-                state[name] = torch.zeros(shape, dtype=compute, device=p.device)
-        if group["write_back"] == "master" and p.dtype != compute and "master" not in state:
-            state["master"] = zeros_like(p, compute).copy_(p)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Like every torch optimizer, takes over the groups' values from the state dict; where
@@ -234,6 +236,16 @@ class Engine(torch.optim.Optimizer):
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
 
+    def exchange_plan(self) -> ExchangePlan:
+        """Who does and moves what in a step that ranks share: `print(optimizer.exchange_plan())`.
+        Nothing is sent for it."""
+        works: list[Work] = []
+        for index, group in enumerate(self.param_groups):
+            if group["algorithm"] == "matrix":
+                works += self._shared(index, self.recipe(group))
+        return ExchangePlan([sharing.plan for sharing, _ in Exchanges().of(works)])
+
     def release(self) -> None:
-        """Free the work buffer and the recorded launches on a GPU; the next step makes new ones."""
-        self.fused = None
+        """Free the work buffer, the recorded launches on a GPU and plans for several ranks; the
+        next step makes new ones."""
+        self.fused = self.exchanges = None

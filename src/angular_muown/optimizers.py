@@ -17,7 +17,13 @@ Arguments that all members share:
     state_dtype: dtype of the momentum; None is float32 (float64 for float64 weights).
     write_back: for 16-bit weights, "stochastic" rounding or a float32 "master" copy.
     capturable: keep lr and counters on the device, so that a step can be recorded in a CUDA graph.
-    workspace: on a GPU, the work buffer's size as a fraction of the matrices' size.
+    workspace: on a GPU, the work buffer's size as a fraction of the matrices' size; with several
+        ranks, that of the matrices that are on their way at a time.
+    process_group: ranks that hold copies of plain parameters (DDP) and share the work; None is the
+        default group (on a GPU: every rank by itself), False is every rank by itself. Parameters
+        that are DTensors (FSDP2, tensor parallel) bring their ranks along.
+    wire_dtype: dtype of matrices between ranks; None is what the iterations compute in (bf16 on a
+        GPU, float32 on a CPU).
 Arguments of the members with row lengths:
     radius: "adam", "log_adam" (multiplicative) or "fixed".
     radius_lr: the row lengths' learning rate at the initial lr; follows lr's schedule. None: lr.
@@ -28,15 +34,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from angular_muown.engine import Engine, arguments
+from angular_muown.engine import Engine
+from angular_muown.groups import Group, arguments
 from angular_muown.recipe import Recipe, polar_of, radius_of, rows_of, scale_of
 from angular_muown.schedules import angle_degrees, inverse_polynomial
-from angular_muown.stages.charts import Flat, Geodesic, Oblique, WeightNorm
+from angular_muown.stages.charts import Geodesic, Oblique, WeightNorm
 from angular_muown.stages.normalize import UnitTangents
 from angular_muown.stages.scale import none
 from angular_muown.stages.tangent import TANGENT, Constrained, Free, Projected
-
-Group = dict[str, Any]
 
 
 class AngularMuown(Engine):
@@ -90,6 +95,8 @@ class AngularMuown(Engine):
         write_back: str = "stochastic",
         capturable: bool = False,
         workspace: float = 0.25,
+        process_group: Any = None,
+        wire_dtype: str | None = None,
     ) -> None:
         super().__init__(params, arguments(locals()))
 
@@ -143,6 +150,8 @@ class Muown(Engine):
         write_back: str = "stochastic",
         capturable: bool = False,
         workspace: float = 0.25,
+        process_group: Any = None,
+        wire_dtype: str | None = None,
     ) -> None:
         super().__init__(params, arguments(locals()))
 
@@ -173,77 +182,11 @@ class NorMuown(Engine):
         write_back: str = "stochastic",
         capturable: bool = False,
         workspace: float = 0.25,
+        process_group: Any = None,
+        wire_dtype: str | None = None,
     ) -> None:
         super().__init__(params, arguments(locals()))
 
     def recipe(self, group: Group) -> Recipe:
         stages = (polar_of(group), scale_of(group), rows_of(group), radius_of(group))
         return Recipe(WeightNorm(), *stages)
-
-
-class Muon(Engine):
-    """The weight itself, no radii.
-
-        M = beta M + G;  Q = polar(G + beta M)
-        W <- (1 - lr weight_decay) W - lr s Q
-
-    scale="fan_ratio" is Keller Jordan's rule, "adam_rms" Moonlight's (arXiv 2502.16982).
-    """
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 0.02,
-        *,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        scale: str = "fan_ratio",
-        orthogonalize: str = "newton_schulz",
-        weight_decay: float = 0.1,
-        maximize: bool = False,
-        state_dtype: str | torch.dtype | None = None,
-        write_back: str = "stochastic",
-        capturable: bool = False,
-        workspace: float = 0.25,
-    ) -> None:
-        super().__init__(params, arguments(locals()))
-
-    def recipe(self, group: Group) -> Recipe:
-        return Recipe(Flat(), polar_of(group), scale_of(group))
-
-
-class NorMuon(Engine):
-    """Muon with rows of Q normalised by their second moment.
-
-        v = row_beta v + (1 - row_beta) mean(Q_i^2)
-        Q <- Q / sqrt(v), then back to the Frobenius norm that Q had
-        W <- (1 - lr weight_decay) W - lr s Q
-
-    Paper: Li et al.: NorMuon, arXiv 2510.05491.
-    """
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 4e-3,
-        *,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        row_beta: float = 0.95,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        scale: str = "fan_ratio",
-        orthogonalize: str = "newton_schulz",
-        weight_decay: float = 0.0,
-        maximize: bool = False,
-        state_dtype: str | torch.dtype | None = None,
-        write_back: str = "stochastic",
-        capturable: bool = False,
-        workspace: float = 0.25,
-    ) -> None:
-        super().__init__(params, arguments(locals()))
-
-    def recipe(self, group: Group) -> Recipe:
-        return Recipe(Flat(), polar_of(group), scale_of(group), rows_of(group))

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from angular_muown.layout import Cut
 from angular_muown.patterns import Patterns
 from angular_muown.roles import Role, find_roles
-from angular_muown.views import Cut
 
 Overrides = Mapping[str, Mapping[str, Any]]
 SHOWN = ("params", "algorithm", "view", "transposed", "blocks", "column_blocks", "lr", "radius_lr")

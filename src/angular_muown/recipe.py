@@ -5,8 +5,8 @@ a function in a group would break `torch.load(weights_only=True)`.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, Self
 
 from torch import Tensor
 
@@ -15,6 +15,7 @@ from angular_muown.stages.normalize import AsIs, RowSecondMoment
 from angular_muown.stages.orthogonalize import ORTHOGONALIZERS, polar_express
 from angular_muown.stages.radius import RADII, Fixed
 from angular_muown.stages.scale import SCALES
+from angular_muown.stages.sums import WHOLE, Whole
 from angular_muown.stages.tangent import TANGENT, Free, Polar
 
 # Parameters with their number of matrices; U before the step and Q, (count, m, n), of all of them;
@@ -24,10 +25,12 @@ Observer = Callable[[Sequence[tuple[Tensor, int]], Tensor, Tensor, Tensor | None
 
 class Stage(Protocol):
     """`rows` names the vectors that a stage keeps between steps; they start at zero. A name says
-    what the vector has entries for: rows, or else columns or matrices (see `views.spans`)."""
+    what the vector has entries for: rows, or else columns or matrices (see `layout.spans`)."""
 
     @property
     def rows(self) -> tuple[str, ...]: ...
+
+    def over(self, sums: Whole) -> Self: ...
 
 
 class Chart(Stage, Protocol):
@@ -36,7 +39,12 @@ class Chart(Stage, Protocol):
 
 
 class Tangent(Stage, Protocol):
-    def __call__(self, polar: Polar, X: Tensor, U: Tensor, rows: Rows) -> Tensor: ...
+    """`send` and `receive` see the parts of matrices that are here, the call in between whole ones,
+    wherever that is: what it shall know and tell of the rows travels in X and in Q."""
+
+    def send(self, X: Tensor, U: Tensor, rows: Rows) -> Tensor: ...
+    def __call__(self, polar: Polar, X: Tensor, U: Tensor) -> Tensor: ...
+    def receive(self, Q: Tensor, U: Tensor, rows: Rows) -> Tensor: ...
 
 
 class Normalize(Stage, Protocol):
@@ -60,6 +68,13 @@ class Recipe:
     radius: Radius = field(default_factory=Fixed)
     kappa: float | Tensor = 1.0  # the angular multiplier at this step
     tangent: Tangent = field(default_factory=Free)
+
+    def over(self, sums: Whole) -> "Recipe":
+        """The same, for matrices whose sums are taken by `sums`."""
+        if sums is WHOLE:
+            return self
+        names = ("chart", "tangent", "normalize", "radius")
+        return replace(self, **{name: getattr(self, name).over(sums) for name in names})
 
     @property
     def rows(self) -> tuple[str, ...]:

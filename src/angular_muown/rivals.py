@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from angular_muown.engine import Engine, arguments
+from angular_muown.engine import Engine
+from angular_muown.groups import Group, arguments
 from angular_muown.recipe import Recipe, polar_of, scale_of
 from angular_muown.stages.normalize import UnitNorm
 from angular_muown.stages.radius import Gains
 from angular_muown.stages.scale import none
 from angular_muown.stages.spheres import GainedSphere, Sphere
-
-Group = dict[str, Any]
 
 
 class Hyperball(Engine):
@@ -49,6 +48,8 @@ class Hyperball(Engine):
         write_back: str = "stochastic",
         capturable: bool = False,
         workspace: float = 0.25,
+        process_group: Any = None,
+        wire_dtype: str | None = None,
     ) -> None:
         super().__init__(params, arguments(locals()))
 
@@ -92,6 +93,8 @@ class MagnitudeDirection(Engine):
         write_back: str = "stochastic",
         capturable: bool = False,
         workspace: float = 0.25,
+        process_group: Any = None,
+        wire_dtype: str | None = None,
     ) -> None:
         super().__init__(params, arguments(locals()))
 

@@ -14,16 +14,20 @@ DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}  # mantissa bits that flo
 WORD = 0xFFFFFFFF
 
 
-def round_stochastically(X: Tensor, dtype: torch.dtype, seed: int | Tensor) -> Tensor:
-    """X (..., m, n) in float32 to `dtype`; the same seed gives the same result.
+def round_stochastically(
+    X: Tensor, dtype: torch.dtype, seed: int | Tensor, corner: tuple[int, int] = (0, 0)
+) -> Tensor:
+    """X (..., m, n) in float32 to `dtype`; the same seed gives the same result. X may be the part
+    of matrices that starts at `corner`.
 
     The noise is a hash of (seed, row, column), not a generator's state: nothing to save, replicas
     agree, a resumed run repeats it, and torch's own random numbers are left alone. All matrices of
     a step share it, in whatever order they come; their remainders and signs do not.
     """
     m, n = X.shape[-2:]
-    row = torch.arange(m, device=X.device, dtype=torch.int64).unsqueeze(-1)
-    column = torch.arange(n, device=X.device, dtype=torch.int64)
+    top, left = corner
+    row = torch.arange(top, top + m, device=X.device, dtype=torch.int64).unsqueeze(-1)
+    column = torch.arange(left, left + n, device=X.device, dtype=torch.int64)
     noise = _hash(_hash(row + hash_seed(seed)) + column)
     mask = (1 << DROPPED_BITS[dtype]) - 1
     bits = X.contiguous().view(torch.int32)

@@ -13,10 +13,10 @@ from angular_muown import Hyperball, MagnitudeDirection
 from angular_muown.engine import Engine
 from angular_muown.kernels.dispatch import knows
 from angular_muown.stages import spheres
-from angular_muown.stages.normalize import frobenius
 from angular_muown.stages.orthogonalize import svd
 from angular_muown.stages.radius import Gains
 from angular_muown.stages.spheres import GAIN_OF_ONE, GainedSphere, gain
+from angular_muown.stages.sums import frobenius
 from tests.angular_muown.family import ON_SPHERES, noise, parameter, run
 
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from angular_muown import AngularMuown, Hyperball, Muon, Muown, NorMuon
 from angular_muown.stages import tangent
 from angular_muown.stages.charts import normalize_rows, tangent_part
-from angular_muown.stages.orthogonalize import polar_express, svd
-from angular_muown.stages.tangent import Constrained, Polar, dual_steps
+from angular_muown.stages.orthogonalize import polar_express, svd, unit
+from angular_muown.stages.tangent import Constrained, Dual, Polar, dual_steps
 from tests.angular_muown.family import noise, parameter, run
 
 CASES = list(product((3, 13, 23), ("gaussian", "falling"), [(48, 48), (32, 80), (80, 32)]))
@@ -26,7 +26,12 @@ def _matrices(shape: tuple[int, int], seed: int, spectrum: str) -> tuple[Tensor,
 
 
 def constrained(polar: Polar, X: Tensor, U: Tensor, steps: int) -> Tensor:
-    return dual_steps(polar, X, U, torch.zeros_like(X[..., :1]), steps).Q
+    return steps_of(polar, X, U, torch.zeros_like(X[..., :1]), steps).Q
+
+
+def steps_of(polar: Polar, X: Tensor, U: Tensor, multiplier: Tensor, steps: int) -> Dual:
+    """From X's tangent part at norm 1, as the stage does it."""
+    return dual_steps(polar, unit(tangent_part(X, U), 1.0), U, multiplier, steps)
 
 
 def radial(Q: Tensor, U: Tensor) -> float:
@@ -53,7 +58,7 @@ def test_dual_iterations_close_in_on_the_tangent_space(shape, spectrum) -> None:
 
 def _dual_point(X: Tensor, U: Tensor, steps: int) -> Tensor:
     """X + Diag(l) U after so many steps."""
-    return dual_steps(svd, X, U, torch.zeros_like(X[:, :1]), steps).X
+    return steps_of(svd, X, U, torch.zeros_like(X[:, :1]), steps).X
 
 
 def test_the_ridge_is_neither_too_small_nor_too_large(monkeypatch) -> None:
@@ -119,8 +124,8 @@ def test_a_warm_start_is_worth_a_step(shape) -> None:
     kept, better = torch.zeros_like(X[:, :1]), 0
     for t in range(20):
         X = 0.95 * X + 0.05 * X.norm() * noise(*shape, seed=50 + t) / (shape[0] * shape[1]) ** 0.5
-        warm = dual_steps(svd, X, U, kept, 1)
-        cold = dual_steps(svd, X, U, torch.zeros_like(kept), 1)
+        warm = steps_of(svd, X, U, kept, 1)
+        cold = steps_of(svd, X, U, torch.zeros_like(kept), 1)
         better += int(warm.value < cold.value)
         kept = warm.multiplier
     assert better >= 18
@@ -130,11 +135,24 @@ def test_a_row_that_wants_nothing_any_more_stays() -> None:
     """Its multiplier from better days must not turn it, and is forgotten."""
     X, U = _matrices((6, 9), 3, "gaussian")
     X[2] = 0
-    found = dual_steps(svd, X, U, torch.ones_like(X[:, :1]), 2)
-    assert not found.Q[2].any()
-    assert found.multiplier[2] == 0
-    nothing = dual_steps(polar_express, 0 * X, U, torch.ones_like(X[:, :1]), 2)
-    assert not nothing.Q.any()
+    for polar, factor in ((svd, 1.0), (polar_express, 0.0)):
+        stage, rows = Constrained(2), {"multiplier": torch.ones_like(X[:, :1])}
+        Q = stage.receive(stage(polar, stage.send(factor * X, U, rows), U), U, rows)
+        assert not Q[2].any()
+        assert rows["multiplier"][2] == 0
+        assert Q.any() == bool(factor)
+
+
+@pytest.mark.parametrize("shape", [(24, 60), (60, 24), (32, 32)])
+def test_the_multiplier_travels_in_x_and_in_q(shape) -> None:
+    """What a step gets of it and gives back is what the dual steps say, and the step is tangent."""
+    X, U = _matrices(shape, 3, "falling")
+    rows = {"multiplier": 0.01 * noise(shape[0], 1, seed=9)}
+    wanted = steps_of(svd, X, U, rows["multiplier"], 2)
+    stage = Constrained(2)
+    Q = stage.receive(stage(svd, stage.send(X, U, rows), U), U, rows)
+    torch.testing.assert_close(rows["multiplier"], wanted.multiplier, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(Q, tangent_part(wanted.Q, U), rtol=1e-9, atol=1e-12)
 
 
 def test_the_multiplier_is_saved_and_ignores_signs_of_rows() -> None:
@@ -142,7 +160,7 @@ def test_the_multiplier_is_saved_and_ignores_signs_of_rows() -> None:
     X, U = _matrices((8, 12), 3, "falling")
     signs = torch.tensor([1.0, -1.0] * 4, dtype=X.dtype).unsqueeze(-1)
     plain, turned = (
-        dual_steps(svd, s * X, s * U, torch.full_like(signs, 0.01), 2)
+        steps_of(svd, s * X, s * U, torch.full_like(signs, 0.01), 2)
         for s in (torch.ones_like(signs), signs)
     )
     torch.testing.assert_close(turned.multiplier, plain.multiplier)

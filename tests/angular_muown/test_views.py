@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from angular_muown.views import Layout, block_sizes
+from angular_muown.layout import Layout, block_sizes
 from tests.angular_muown.family import FAMILY, noise, parameter, pull, run
 
 LAYOUTS = [

@@ -29,7 +29,7 @@ def constrained_polar(
             multiplier = trial
         else:
             length /= 2
-    return polar(X + multiplier[:, None] * U), multiplier
+    return projected(polar(X + multiplier[:, None] * U), U), multiplier
 
 
 def _nuclear(X: np.ndarray) -> float:

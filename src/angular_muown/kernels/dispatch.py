@@ -15,13 +15,13 @@ from torch import Tensor
 from angular_muown.kernels import columns
 from angular_muown.kernels.columns import ROW_STATE
 from angular_muown.kernels.schedule import TILE, Triple
+from angular_muown.layout import Layout
 from angular_muown.recipe import Recipe
 from angular_muown.stages import orthogonalize as polar
 from angular_muown.stages.charts import Flat, Oblique, WeightNorm
 from angular_muown.stages.normalize import AsIs, RowSecondMoment
 from angular_muown.stages.radius import Adam, Fixed, LogAdam
 from angular_muown.stages.tangent import Free
-from angular_muown.views import Layout
 
 SIDE = 16  # sides are multiples of it: loads 16 bytes wide
 LONGEST_ROW = 16384  # a program holds whole rows in registers

@@ -13,8 +13,8 @@ from angular_muown.kernels.dispatch import covers, is_plain, knows
 from angular_muown.kernels.numbers import write_numbers
 from angular_muown.kernels.step import SPARES, FusedStep, Observers
 from angular_muown.kernels.tables import Where, dtypes_of
+from angular_muown.layout import Layout
 from angular_muown.recipe import Recipe
-from angular_muown.views import Layout
 
 
 class FusedGroups:

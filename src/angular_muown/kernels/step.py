@@ -18,9 +18,9 @@ from angular_muown.kernels.lanes import launch, record
 from angular_muown.kernels.room import divide
 from angular_muown.kernels.schedule import SCALE, allocate, chain_for
 from angular_muown.kernels.tables import Where, dtypes_of, table, where
+from angular_muown.layout import Layout
 from angular_muown.recipe import Observer
 from angular_muown.stages.charts import normalize_rows
-from angular_muown.views import Layout
 
 Observers = Sequence[Observer]
 SPARES = 4  # graphs that can be recorded between two steps

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from angular_muown.kernels.columns import ADDRESSES, LINE, ROW_STATE, ROW_STRIDE, STATE_STRIDE
-from angular_muown.views import Layout
+from angular_muown.layout import Layout
 
 
 class Where(NamedTuple):

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from angular_muown.stages.sums import WHOLE, Summing, Whole
+
 Rows = dict[str, Tensor]
 ROUNDING = 8  # times terms: units of rounding below which a difference of row vectors is nothing
 
@@ -24,17 +26,13 @@ class Split(NamedTuple):
     r: Tensor  # the gradient for the row lengths
 
 
-def row_norm(X: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(X, dim=-1, keepdim=True)
-
-
 def nonzero(x: Tensor) -> Tensor:
     """A divisor: 1 in place of an exact zero. A floor such as 1e-7 would bend small values too."""
     return torch.where(x == 0, torch.ones_like(x), x)
 
 
-def normalize_rows(X: Tensor) -> Tensor:
-    return X / nonzero(row_norm(X))
+def normalize_rows(X: Tensor, sums: Whole = WHOLE) -> Tensor:
+    return X / nonzero(sums.row_norm(X))
 
 
 def chord_angle(chord: Tensor) -> Tensor:
@@ -43,34 +41,34 @@ def chord_angle(chord: Tensor) -> Tensor:
     return 2 * torch.asin((chord / 2).clamp(max=1))
 
 
-def tangent_part(X: Tensor, U: Tensor) -> Tensor:
+def tangent_part(X: Tensor, U: Tensor, sums: Whole = WHOLE) -> Tensor:
     """X_i - <X_i, U_i> U_i, for unit rows U_i."""
-    return X - (X * U).sum(dim=-1, keepdim=True) * U
+    return X - sums.rows(X * U) * U
 
 
-def without_rounding(X: Tensor, whole: Tensor, terms: float) -> Tensor:
+def without_rounding(X: Tensor, whole: Tensor, terms: float, sums: Whole = WHOLE) -> Tensor:
     """X, a difference taken from `whole`, with exact zeros for the rows that are only its rounding.
 
     Largest entries are compared: squares of 1e30 would leave the range of float32. A row that is
     no number stays, to be seen.
     """
-    noise = ROUNDING * terms * torch.finfo(X.dtype).eps * whole.abs().amax(dim=-1, keepdim=True)
-    return torch.where(X.abs().amax(dim=-1, keepdim=True) <= noise, torch.zeros_like(X), X)
+    noise = ROUNDING * terms * torch.finfo(X.dtype).eps * sums.row_largest(whole)
+    return torch.where(sums.row_largest(X) <= noise, torch.zeros_like(X), X)
 
 
-def polar_coordinates(W: Tensor, G: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def polar_coordinates(W: Tensor, G: Tensor, sums: Whole) -> tuple[Tensor, Tensor, Tensor]:
     """Unit rows U, lengths g >= 0 and the radial gradient r_i = <G_i, U_i>.
 
     A row at zero has no direction. It leaves along -G_i, its steepest descent, while Adam grows
     its length from 0: continuous, and at most one learning rate long at the first step.
     """
-    g = row_norm(W)
+    g = sums.row_norm(W)
     at_zero = g == 0
-    U = normalize_rows(torch.where(at_zero, -G, W))
-    return U, g, (G * U).sum(dim=-1, keepdim=True)
+    U = normalize_rows(torch.where(at_zero, -G, W), sums)
+    return U, g, sums.rows(G * U)
 
 
-class Flat:
+class Flat(Summing):
     """W itself, at the one length g = 1: nothing radial, the whole gradient moves the weight."""
 
     rows = ()
@@ -82,17 +80,17 @@ class Flat:
         return g * at.U + step
 
 
-class Oblique:
+class Oblique(Summing):
     """W = Diag(g) U with unit rows: T = g (G - r U), retraction by row normalisation."""
 
     rows = ()
 
     def split(self, W: Tensor, G: Tensor, rows: Rows) -> Split:
-        U, g, r = polar_coordinates(W, G)
+        U, g, r = polar_coordinates(W, G, self.sums)
         return Split(U, g, g * (G - r * U), r)
 
     def join(self, at: Split, step: Tensor, g: Tensor, rows: Rows) -> Tensor:
-        return g * normalize_rows(at.U + step)
+        return g * normalize_rows(at.U + step, self.sums)
 
 
 class Geodesic(Oblique):
@@ -105,14 +103,16 @@ class Geodesic(Oblique):
 
     def split(self, W: Tensor, G: Tensor, rows: Rows) -> Split:
         at = super().split(W, G, rows)
-        return at._replace(T=without_rounding(at.T, at.g * G, sqrt(G.shape[-1])))
+        terms = sqrt(self.sums.shape(G)[1])
+        return at._replace(T=without_rounding(at.T, at.g * G, terms, self.sums))
 
     def join(self, at: Split, step: Tensor, g: Tensor, rows: Rows) -> Tensor:
-        theta = row_norm(step)
-        return g * normalize_rows(theta.cos() * at.U + theta.sin() / nonzero(theta) * step)
+        theta = self.sums.row_norm(step)
+        turned = theta.cos() * at.U + theta.sin() / nonzero(theta) * step
+        return g * normalize_rows(turned, self.sums)
 
 
-class WeightNorm:
+class WeightNorm(Summing):
     """W = Diag(g / rho) R with R = rho U: the stored row norm rho divides the angle of a step.
 
     Only rho is stored; R's direction is W's. T = (g / rho)(G - r U), the published code's rule.
@@ -122,7 +122,7 @@ class WeightNorm:
     rows = ("stored_norm",)
 
     def split(self, W: Tensor, G: Tensor, rows: Rows) -> Split:
-        U, g, r = polar_coordinates(W, G)
+        U, g, r = polar_coordinates(W, G, self.sums)
         rows["stored_norm"] = rho = torch.where(rows["stored_norm"] == 0, g, rows["stored_norm"])
         return Split(U, g, g / nonzero(rho) * (G - r * U), r)
 
@@ -131,8 +131,8 @@ class WeightNorm:
         R = rho * at.U + step
         # A row that has not left zero keeps its direction U: R has no length to carry it yet.
         R = torch.where(rho == 0, at.U, R)
-        rows["stored_norm"] = torch.where(rho == 0, rho, row_norm(R))
-        return g * normalize_rows(R)
+        rows["stored_norm"] = torch.where(rho == 0, rho, self.sums.row_norm(R))
+        return g * normalize_rows(R, self.sums)
 
 
 def row_signs(g: Tensor) -> Tensor:

@@ -12,30 +12,26 @@ from angular_muown.stages.charts import (
     tangent_part,
     without_rounding,
 )
+from angular_muown.stages.sums import Summing
 
 
-def frobenius(X: Tensor) -> Tensor:
-    """Row sums first, so that one matrix and a stack of them add in the same order."""
-    return X.square().sum(dim=-1, keepdim=True).sum(dim=-2, keepdim=True).sqrt()
-
-
-class AsIs:
+class AsIs(Summing):
     rows = ()
 
     def __call__(self, Q: Tensor, U: Tensor, rows: Rows) -> Tensor:
         return Q
 
 
-class UnitNorm:
+class UnitNorm(Summing):
     """Q / |Q|_F: the learning rate alone is the size of a step."""
 
     rows = ()
 
     def __call__(self, Q: Tensor, U: Tensor, rows: Rows) -> Tensor:
-        return Q / nonzero(frobenius(Q))
+        return Q / nonzero(self.sums.frobenius(Q))
 
 
-class UnitTangents:
+class UnitTangents(Summing):
     """Rows of Q's tangent part at unit length; a row without one stays without.
 
     None is what the rounding of Q, n units of its dtype, could make of a row along U_i. Iterations
@@ -47,11 +43,13 @@ class UnitTangents:
     rows = ()
 
     def __call__(self, Q: Tensor, U: Tensor, rows: Rows) -> Tensor:
-        return normalize_rows(without_rounding(tangent_part(Q, U), Q, Q.shape[-1]))
+        T = tangent_part(Q, U, self.sums)
+        terms = self.sums.shape(Q)[1]
+        return normalize_rows(without_rounding(T, Q, terms, self.sums), self.sums)
 
 
-@dataclass(frozen=True)
-class RowSecondMoment:
+@dataclass
+class RowSecondMoment(Summing):
     """NorMuon (arXiv 2510.05491): v <- beta v + (1 - beta) mean(Q_i^2); Q_i / sqrt(v_i), then the
     Frobenius norm that Q had. No bias correction: the restored norm cancels a common factor."""
 
@@ -59,8 +57,10 @@ class RowSecondMoment:
     rows = ("row_second_moment",)
 
     def __call__(self, Q: Tensor, U: Tensor, rows: Rows) -> Tensor:
-        v = torch.lerp(Q.square().mean(dim=-1, keepdim=True), rows["row_second_moment"], self.beta)
+        sums = self.sums
+        squares = sums.rows(Q.square()) / sums.shape(Q)[1]
+        v = torch.lerp(squares, rows["row_second_moment"], self.beta)
         rows["row_second_moment"] = v
         # A row that never got a gradient has v = 0 and Q_i = 0: 0/0 must stay 0.
         scaled = Q / nonzero(v.sqrt())
-        return scaled * (frobenius(Q) / nonzero(frobenius(scaled)))
+        return scaled * (sums.frobenius(Q) / nonzero(sums.frobenius(scaled)))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from angular_muown.stages.charts import nonzero
-from angular_muown.stages.normalize import frobenius
+from angular_muown.stages.sums import WHOLE, Whole
 
 Triple = tuple[float, float, float]
 
@@ -47,7 +47,7 @@ def gram(X: Tensor) -> Tensor:
     m, n = X.shape[-2:]
     if max(m, n) <= GRAM_ASPECT * min(m, n):
         return polar_express(X)
-    return _on_short_side(X, _iterate_gram, POLAR_EXPRESS_MARGIN)
+    return _on_short_side(X, lambda X: _iterate_gram(X, POLAR_EXPRESS), POLAR_EXPRESS_MARGIN)
 
 
 def svd(X: Tensor) -> Tensor:
@@ -82,18 +82,36 @@ def iteration_dtype(X: Tensor) -> torch.dtype:
     return torch.float32 if X.device.type == "cpu" else torch.bfloat16
 
 
-def unit(X: Tensor, margin: float) -> Tensor:
+def unit(X: Tensor, margin: float, sums: Whole = WHOLE) -> Tensor:
     """X / (margin |X|_F) in at least float32. The largest entry is taken out first: squares of
     1e-30 or 1e30 would leave the range of float32."""
     X = X.to(torch.promote_types(X.dtype, torch.float32))
-    X = X / nonzero(X.abs().amax(dim=(-2, -1), keepdim=True))
-    return X / nonzero(margin * frobenius(X))
+    X = X / nonzero(sums.largest(X))
+    return X / nonzero(margin * sums.frobenius(X))
 
 
-def _on_short_side(X: Tensor, iterate: Callable[[Tensor], Tensor], margin: float) -> Tensor:
+# Iterations that need Gram matrices only, so that ranks with parts of the long side can add up
+# theirs and keep the parts.
+SUMMABLE: dict[Callable[[Tensor], Tensor], tuple[Sequence[Triple], float]] = {
+    polar_express: (POLAR_EXPRESS, POLAR_EXPRESS_MARGIN),
+    gram: (POLAR_EXPRESS, POLAR_EXPRESS_MARGIN),
+    newton_schulz: (QUINTIC, 1.0),
+}
+
+
+def polar_of_parts(polar: Callable[[Tensor], Tensor], X: Tensor, sums: Whole) -> Tensor:
+    """The part of the polar factor that belongs to a part of X, cut along the long side."""
+    triples, margin = SUMMABLE[polar]
+    return _on_short_side(X, lambda Y: _iterate_gram(Y, triples, sums.parts), margin, sums)
+
+
+def _on_short_side(
+    X: Tensor, iterate: Callable[[Tensor], Tensor], margin: float, sums: Whole = WHOLE
+) -> Tensor:
     """Run an iteration on (batch, short, long) and give the result X's shape and dtype."""
-    tall = X.shape[-2] > X.shape[-1]
-    Y = unit(X, margin).to(iteration_dtype(X))
+    m, n = sums.shape(X)
+    tall = m > n
+    Y = unit(X, margin, sums).to(iteration_dtype(X))
     Y = Y.mT if tall else Y
     Y = iterate(Y.reshape(-1, *Y.shape[-2:])).reshape(Y.shape)
     return (Y.mT if tall else Y).to(X.dtype)
@@ -106,14 +124,16 @@ def _iterate(X: Tensor, triples: Sequence[Triple]) -> Tensor:
     return X
 
 
-def _iterate_gram(X: Tensor) -> Tensor:
+def _iterate_gram(
+    X: Tensor, triples: Sequence[Triple], total: Callable[[Tensor], Tensor] = lambda A: A
+) -> Tensor:
     # The Gram matrix squares the condition number, so its iteration stays in float32 or float64.
     small = torch.promote_types(X.dtype, torch.float32)
     eye = torch.eye(X.shape[-2], dtype=small, device=X.device)
-    for start in range(0, len(POLAR_EXPRESS), GRAM_RESTART):
-        A = torch.bmm(X, X.mT).to(small)
+    for start in range(0, len(triples), GRAM_RESTART):
+        A = total(torch.bmm(X, X.mT).to(small))
         P = eye.expand_as(A)
-        for a, b, c in POLAR_EXPRESS[start : start + GRAM_RESTART]:
+        for a, b, c in triples[start : start + GRAM_RESTART]:
             p = torch.baddbmm(A, A, A, beta=b, alpha=c) + a * eye
             P = torch.bmm(p, P)
             A = torch.bmm(p, torch.bmm(A, p))

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from angular_muown.stages.charts import Rows, nonzero
 from angular_muown.stages.spheres import gain, gain_slope
+from angular_muown.stages.sums import Summing
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 COLUMN_MOMENTS = ("column_exp_avg", "column_exp_avg_sq")
@@ -33,7 +34,7 @@ def forget_at_zero(g: Tensor, rows: Rows) -> None:
     rows["exp_avg"] = torch.where(g == 0, torch.zeros_like(g), rows["exp_avg"])
 
 
-class ByAdam:
+class ByAdam(Summing):
     def __init__(self, betas: tuple[float, float], eps: float) -> None:
         self.betas, self.eps = betas, eps
 
@@ -78,15 +79,15 @@ class Gains(ByAdam):
         self, g: Tensor, r: Tensor, rows: Rows, lr: float | Tensor, t: float | Tensor
     ) -> Tensor:
         x, y = rows["row_gain"], rows["column_gain"]
-        for_x = gain_slope(x) * (r * gain(y)).sum(dim=-1, keepdim=True)
-        for_y = gain_slope(y) * (r * gain(x)).sum(dim=-2, keepdim=True)
+        for_x = gain_slope(x) * self.sums.rows(r * gain(y))
+        for_y = gain_slope(y) * self.sums.columns(r * gain(x))
         adam = (rows, self.betas, self.eps, t)
         rows["row_gain"] = x - lr * adam_direction(for_x, *adam)
         rows["column_gain"] = y - lr * adam_direction(for_y, *adam, COLUMN_MOMENTS)
         return g
 
 
-class Fixed:
+class Fixed(Summing):
     """g stays: only the directions learn. A row at zero stays there."""
 
     rows = ()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from angular_muown.stages.charts import Rows, Split, nonzero
-from angular_muown.stages.normalize import frobenius
+from angular_muown.stages.sums import Summing, Whole
 
 ROUNDING = 2.0**-7  # the most that rounding to bf16 can change a norm, relative to it
 GAIN_OF_ONE = log(expm1(1.0))  # where softplus is 1
@@ -30,42 +30,42 @@ def gain_slope(x: Tensor) -> Tensor:
     return 1 / (1 + torch.exp(-(x + GAIN_OF_ONE)))
 
 
-def find_norm(X: Tensor, rows: Rows) -> Tensor:
+def find_norm(X: Tensor, rows: Rows, sums: Whole) -> Tensor:
     """g. It is stored with a minus sign for a matrix that is on its way to g.
 
     Where X's norm is not g and rounding cannot be the reason, somebody changed the weight: the
     weight wins, and its norm is the new g. A matrix at zero has no norm to keep. It grows, as
     under Muon, until it has the norm of unit rows, sqrt(m).
     """
-    norm, stored = frobenius(X), rows["matrix_norm"]
-    seen = torch.where(norm == 0, torch.full_like(norm, -sqrt(X.shape[-2])), norm)
+    norm, stored = sums.frobenius(X), rows["matrix_norm"]
+    seen = torch.where(norm == 0, torch.full_like(norm, -sqrt(sums.shape(X)[0])), norm)
     kept = torch.where(stored > 0, (norm - stored).abs() <= ROUNDING * stored, norm < -stored)
     rows["matrix_norm"] = torch.where(kept, stored, seen)
     return rows["matrix_norm"].abs()
 
 
-def land(X: Tensor, g: Tensor, rows: Rows) -> Tensor:
+def land(X: Tensor, g: Tensor, rows: Rows, sums: Whole) -> Tensor:
     """g X / |X|_F; a matrix on its way to the sphere is left alone until it arrives."""
-    norm = frobenius(X)
+    norm = sums.frobenius(X)
     inside = (rows["matrix_norm"] < 0) & (norm < 1)
     rows["matrix_norm"] = torch.where(inside, -g, g)
     return g * torch.where(inside, X, X / nonzero(norm))
 
 
-class Sphere:
+class Sphere(Summing):
     """W = g U with |U|_F = 1: T = G, as Muon's; retraction by normalisation."""
 
     rows = ("matrix_norm",)
 
     def split(self, W: Tensor, G: Tensor, rows: Rows) -> Split:
-        g = find_norm(W, rows)
+        g = find_norm(W, rows, self.sums)
         return Split(W / g, g, G, W.new_zeros(()))
 
     def join(self, at: Split, step: Tensor, g: Tensor, rows: Rows) -> Tensor:
-        return land(at.U + step, g, rows)
+        return land(at.U + step, g, rows, self.sums)
 
 
-class GainedSphere:
+class GainedSphere(Summing):
     """W = Diag(a) (g U) Diag(b) with |U|_F = 1 and gains a of the rows, b of the columns.
 
     U is read off W with the stored gains, so a weight that was changed from outside stays as it
@@ -78,9 +78,10 @@ class GainedSphere:
     def split(self, W: Tensor, G: Tensor, rows: Rows) -> Split:
         gains = gain(rows["row_gain"]) * gain(rows["column_gain"])
         gU = W / gains
-        g = find_norm(gU, rows)
+        g = find_norm(gU, rows, self.sums)
         return Split(gU / g, g, gains * G, G * gU)
 
     def join(self, at: Split, step: Tensor, g: Tensor, rows: Rows) -> Tensor:
         gains = gain(rows["row_gain"]) * gain(rows["column_gain"])
-        return gains * land(at.U + step / sqrt(max(step.shape[-2:])), g, rows)
+        step = step / sqrt(max(self.sums.shape(step)))
+        return gains * land(at.U + step, g, rows, self.sums)

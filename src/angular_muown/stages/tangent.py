@@ -10,49 +10,64 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from angular_muown.stages.charts import Rows, nonzero, row_norm, tangent_part
+from angular_muown.stages.charts import Rows, nonzero, tangent_part
 from angular_muown.stages.orthogonalize import unit
+from angular_muown.stages.sums import WHOLE, Summing, Whole
 
 Polar = Callable[[Tensor], Tensor]
 TANGENT = "tangent"  # the value of `orthogonalize` that asks for `Constrained`
 RIDGE = 0.05  # of the mean singular value: with less, or more, the gap closes more slowly (test)
 
 
-class Free:
+class Free(Summing):
     rows = ()
 
-    def __call__(self, polar: Polar, X: Tensor, U: Tensor, rows: Rows) -> Tensor:
+    def send(self, X: Tensor, U: Tensor, rows: Rows) -> Tensor:
+        return X
+
+    def __call__(self, polar: Polar, X: Tensor, U: Tensor) -> Tensor:
         return polar(X)
 
+    def receive(self, Q: Tensor, U: Tensor, rows: Rows) -> Tensor:
+        return Q
 
-class Projected:
+
+class Projected(Free):
     """What the momentum has along its row is left out. Q may still have some of it."""
 
-    rows = ()
-
-    def __call__(self, polar: Polar, X: Tensor, U: Tensor, rows: Rows) -> Tensor:
+    def __call__(self, polar: Polar, X: Tensor, U: Tensor) -> Tensor:
         return polar(tangent_part(X, U))
 
 
-@dataclass(frozen=True)
-class Constrained:
+@dataclass
+class Constrained(Free):
     """max <X, Q> over |Q|_op <= 1, <Q_i, U_i> = 0: the paper's Algorithm 2, by its dual problem.
 
     The multiplier of the last step is where this one starts: X changes little from step to step, so
-    one dual step each keeps the multiplier near the solution.
+    one dual step each keeps the multiplier near the solution. What is left of Q along U is dropped.
+    That place is free, in X as in Q: there the multiplier travels to whoever has whole matrices,
+    and back.
     """
 
     steps: int
     rows = ("multiplier",)
 
-    def __call__(self, polar: Polar, X: Tensor, U: Tensor, rows: Rows) -> Tensor:
-        found = dual_steps(polar, X, U, rows["multiplier"], self.steps)
-        rows["multiplier"] = found.multiplier
-        return found.Q
+    def send(self, X: Tensor, U: Tensor, rows: Rows) -> Tensor:
+        X = unit(tangent_part(X, U, self.sums), 1.0, self.sums)
+        # A row that wants nothing has the multiplier 0: what it wanted once must not move it now.
+        return X + torch.where(self.sums.row_norm(X) == 0, 0.0, rows["multiplier"]) * U
+
+    def __call__(self, polar: Polar, X: Tensor, U: Tensor) -> Tensor:
+        found = dual_steps(polar, tangent_part(X, U), U, along(X, U), self.steps)
+        return tangent_part(found.Q, U) + found.multiplier * U
+
+    def receive(self, Q: Tensor, U: Tensor, rows: Rows) -> Tensor:
+        rows["multiplier"] = along(Q, U, self.sums)
+        return Q - rows["multiplier"] * U
 
 
 class Dual(NamedTuple):
-    """A point of the dual problem, of a tangent X with |X|_F = 1."""
+    """A point of the dual problem."""
 
     multiplier: Tensor  # l, (..., m, 1)
     X: Tensor  # X + Diag(l) U
@@ -61,16 +76,13 @@ class Dual(NamedTuple):
 
 
 def dual_steps(polar: Polar, X: Tensor, U: Tensor, multiplier: Tensor, steps: int) -> Dual:
-    """Steps of l towards the least nuclear norm f(l) = |X + Diag(l) U|_*, X's tangent part at norm
-    1; then Q = polar(X + Diag(l) U) is tangent.
+    """Steps of l towards the least nuclear norm f(l) = |X + Diag(l) U|_*, for a tangent X; there
+    Q = polar(X + Diag(l) U) is tangent.
 
     f is convex and has the gradient h_i = <Q_i, U_i>. Each step costs one polar factor and divides
     h by f's curvature in l_i, as if there were no other row. A step that does not lower f is taken
     back, and the next one is half as long.
     """
-    X = unit(tangent_part(X, U), 1.0)
-    # A row that wants nothing has the multiplier 0: what it wanted once must not move it now.
-    multiplier = torch.where(row_norm(X) == 0, 0.0, multiplier)
     at = _at(polar, X, U, multiplier)
     length = torch.ones_like(at.value)
     for _ in range(steps):
@@ -81,15 +93,15 @@ def dual_steps(polar: Polar, X: Tensor, U: Tensor, multiplier: Tensor, steps: in
     return at
 
 
+def along(X: Tensor, U: Tensor, sums: Whole = WHOLE) -> Tensor:
+    """<X_i, U_i>."""
+    return sums.rows(X * U)
+
+
 def _at(polar: Polar, X: Tensor, U: Tensor, multiplier: Tensor) -> Dual:
     X = X + multiplier * U
     Q = polar(X)
-    return Dual(multiplier, X, Q, _inner(X, Q))
-
-
-def _inner(X: Tensor, Q: Tensor) -> Tensor:
-    """<X, Q>, which is the nuclear norm of X. Row sums first, as everywhere."""
-    return (X * Q).sum(dim=-1, keepdim=True).sum(dim=-2, keepdim=True)
+    return Dual(multiplier, X, Q, WHOLE.entries(X * Q))
 
 
 def _dual_step(at: Dual, U: Tensor) -> Tensor:
@@ -101,8 +113,5 @@ def _dual_step(at: Dual, U: Tensor) -> Tensor:
     eye = torch.eye(min(m, n), dtype=X.dtype, device=X.device)
     ridge = RIDGE / min(m, n) * at.value
     inverse = torch.linalg.inv_ex(root + nonzero(ridge) * eye).inverse  # no look from the host
-    if m <= n:
-        c = inverse.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-    else:
-        c = ((U @ inverse) * U).sum(dim=-1, keepdim=True)
-    return (Q * U).sum(dim=-1, keepdim=True) / nonzero(c)
+    c = inverse.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) if m <= n else along(U @ inverse, U)
+    return along(Q, U) / nonzero(c)

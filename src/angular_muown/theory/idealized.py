@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from angular_muown.stages.charts import polar_coordinates, row_norm
+from angular_muown.stages.charts import polar_coordinates
+from angular_muown.stages.sums import WHOLE, row_norm
 from angular_muown.theory.inner_steps import dual_steps
 from angular_muown.theory.manifold import exponential, project, retract, transport
 from angular_muown.theory.tangent import TangentPolar, tangent_polar
@@ -104,7 +105,7 @@ def _check(p: Tensor, name: str) -> None:
 
 def _advance(p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
     assert p.grad is not None
-    U, g, r = polar_coordinates(p, p.grad)
+    U, g, r = polar_coordinates(p, p.grad, WHOLE)
     T = g * (p.grad - r * U)
     beta = group["momentum"]
     M = beta * state["momentum_buffer"] + (1 - beta) * T if "momentum_buffer" in state else T

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from angular_muown.stages import tangent
 from angular_muown.stages.charts import nonzero
-from angular_muown.stages.normalize import frobenius
+from angular_muown.stages.sums import frobenius
 from angular_muown.theory.manifold import project, radial
 from angular_muown.theory.smooth_polar import SmoothPolar
 from angular_muown.theory.tangent import TangentPolar, feasible, tangency
@@ -23,9 +23,10 @@ SOFTNESS = 0.05
 def dual_steps(M: Tensor, U: Tensor, multiplier: Tensor | None, steps: int) -> TangentPolar:
     """What AngularMuown's orthogonalize="tangent" does, with a smooth polar factor in place of
     Polar Express: so many steps from a multiplier. None is the tangent part of M."""
-    along, size = radial(M, U), nonzero(frobenius(project(M, U)))
+    along, T = radial(M, U), project(M, U)
+    size = nonzero(frobenius(T))  # 1e-30 M takes the same steps
     start = torch.zeros_like(along) if multiplier is None else multiplier.unsqueeze(-1) + along
-    found = tangent.dual_steps(_soft, M, U, start / size, steps)
+    found = tangent.dual_steps(_soft, T / size, U, start / size, steps)
     D = feasible(found.Q, U)
     bound = torch.linalg.svdvals(found.X).sum(dim=-1) * size.squeeze(-1, -2)
     gap = (bound + (M * D).sum(dim=(-2, -1))) / nonzero(bound)

@@ -3,12 +3,14 @@
 import torch
 from torch import Tensor
 
-from angular_muown.stages.charts import normalize_rows, row_norm, tangent_part
+from angular_muown.stages.charts import normalize_rows, tangent_part
+from angular_muown.stages.sums import row_norm
+from angular_muown.stages.tangent import along
 
 
 def radial(A: Tensor, U: Tensor) -> Tensor:
     """<A_i, U_i>, as (..., m, 1)."""
-    return (A * U).sum(dim=-1, keepdim=True)
+    return along(A, U)
 
 
 def project(A: Tensor, U: Tensor) -> Tensor:

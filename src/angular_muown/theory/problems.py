@@ -17,7 +17,8 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from angular_muown.stages.charts import normalize_rows, row_norm
+from angular_muown.stages.charts import normalize_rows
+from angular_muown.stages.sums import row_norm
 from angular_muown.theory.manifold import project
 from angular_muown.theory.theorem import Constants
 

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from angular_muown.stages.charts import nonzero, row_norm
+from angular_muown.stages.charts import nonzero
+from angular_muown.stages.sums import row_norm
 from angular_muown.theory.manifold import project, radial
 from angular_muown.theory.smooth_polar import SmoothPolar
 

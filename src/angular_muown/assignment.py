@@ -1,0 +1,161 @@
+"""Assignment: which rank orthogonalizes which matrix, in which round, and what that moves.
+
+Arithmetic on shapes alone, so every rank finds the same without asking, and a plan for thousands
+of ranks can be looked at on one machine. Ranks are numbered replica by replica: rank (c, i) of
+copy c and place i inside it is c * places + i.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from heapq import heapify, heapreplace
+
+import torch
+from torch import Tensor
+
+from angular_muown.layout import Window
+
+GRAM_SUMS = 3  # all-reduces of a Gram matrix in one polar factor (orthogonalize.GRAM_RESTART)
+GRAM_BYTES = 4  # of an entry: the Gram matrix squares the condition number
+
+
+@dataclass(frozen=True)
+class Job:
+    """A matrix that lies over ranks."""
+
+    name: str
+    m: int
+    n: int
+    parts: tuple[Window, ...]  # what each rank inside has of it
+    width: int  # bytes on the wire of an entry
+    operands: int = 1  # matrices of this shape that go to the owner; one comes back
+    may_sum: bool = False  # whether the method allows the Gram way
+
+    @property
+    def cost(self) -> int:
+        """Proportional to the operations of an iteration: s^2 (2 l + s)."""
+        s, long = sorted((self.m, self.n))
+        return s * s * (2 * long + s)
+
+    @property
+    def bytes(self) -> int:
+        return self.m * self.n * self.width
+
+    @cached_property
+    def sizes(self) -> Tensor:
+        """Entries of each part."""
+        return torch.tensor([part.size for part in self.parts], dtype=torch.float64)
+
+    @property
+    def sums(self) -> bool:
+        """Whether every rank inside should keep its part and add up Gram matrices: where the long
+        side is spread, and that moves fewer bytes. Then it takes fewer operations too."""
+        whole = (0, self.m) if self.m <= self.n else (0, self.n)
+        short = [part.rows if self.m <= self.n else part.columns for part in self.parts]
+        others = len(self.parts) - 1
+        if not self.may_sum or not others or any(side != whole for side in short):
+            return False
+        gram = GRAM_SUMS * 2 * others * GRAM_BYTES * min(self.m, self.n) ** 2
+        return gram < 2 * self.bytes
+
+
+def longest_first(costs: Sequence[int], ranks: int) -> list[int]:
+    """An owner for each job: the longest first, to whom has least to do; ties go by number."""
+    owners, loads = [0] * len(costs), [(0, rank) for rank in range(ranks)]
+    heapify(loads)
+    for job in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        load, rank = loads[0]
+        owners[job] = rank
+        heapreplace(loads, (load + costs[job], rank))
+    return owners
+
+
+@dataclass(frozen=True)
+class Assignment:
+    jobs: tuple[Job, ...]
+    places: int  # ranks inside a copy
+    copies: int
+    budget: int  # bytes of a rank's work in a round, exceeded by a single matrix only
+
+    @cached_property
+    def summed(self) -> list[int]:
+        return [i for i, job in enumerate(self.jobs) if job.sums]
+
+    @cached_property
+    def owners(self) -> dict[int, int]:
+        moved = [i for i, job in enumerate(self.jobs) if not job.sums]
+        found = longest_first([self.jobs[i].cost for i in moved], self.places * self.copies)
+        return dict(zip(moved, found, strict=True))
+
+    @cached_property
+    def rounds(self) -> list[list[int]]:
+        """Jobs that pass through the buffers together. A rank that owns much makes more rounds."""
+        rounds: list[list[int]] = []
+        filled: dict[int, tuple[int, int]] = {}  # by owner: its round, and the bytes in it
+        share = self.budget / self.copies
+        for i in sorted(self.owners, key=lambda i: (-self.jobs[i].cost, i)):
+            owner, size = self.owners[i], self.jobs[i].bytes
+            at, used = filled.get(owner, (0, 0))
+            if used and used + size > share:
+                at, used = at + 1, 0
+            filled[owner] = (at, used + size)
+            while len(rounds) <= at:
+                rounds.append([])
+            rounds[at].append(i)
+        return [sorted(jobs) for jobs in rounds]
+
+    def place(self, job: int) -> tuple[int, int]:
+        """The copy and the place inside it that own a job."""
+        return divmod(self.owners[job], self.places)
+
+    def gathered(self, jobs: Iterable[int]) -> Tensor:
+        """Bytes that copies of each place give to one another after a round: the most of any."""
+        found = torch.zeros(self.copies, self.places, dtype=torch.float64)
+        for i in jobs if self.copies > 1 else ():
+            found[self.place(i)[0]] += self.jobs[i].sizes * self.jobs[i].width
+        return found.amax(dim=0)
+
+    @cached_property
+    def loads(self) -> Tensor:
+        loads = torch.zeros(self.places * self.copies, dtype=torch.float64)
+        for job, owner in self.owners.items():
+            loads[owner] += self.jobs[job].cost
+        return loads
+
+    @property
+    def imbalance(self) -> float:
+        """The longest work of a rank over the mean: 1 is even."""
+        return float(self.loads.max() / self.loads.mean()) if self.owners else 1.0
+
+    @cached_property
+    def traffic(self) -> tuple[Tensor, Tensor]:
+        """Bytes that each rank sends and receives in a step, but for sums."""
+        sent = torch.zeros(self.copies, self.places, dtype=torch.float64)
+        received = torch.zeros_like(sent)
+        for i in self.owners:
+            job, (copy, place) = self.jobs[i], self.place(i)
+            parts = job.sizes * job.width
+            parts[place] = 0
+            sent[copy] += job.operands * parts
+            received[copy, place] += job.operands * parts.sum()
+            sent[copy, place] += parts.sum()  # and back
+            received[copy] += parts
+        for jobs in self.rounds:
+            shared = (self.copies - 1) * self.gathered(jobs)
+            sent, received = sent + shared, received + shared
+        return sent.flatten(), received.flatten()
+
+    @cached_property
+    def peaks(self) -> Tensor:
+        """Bytes of the buffers of a rank in its fullest round: parts and whole matrices, there and
+        back, and what is gathered; two rounds are on their way at a time."""
+        peak = torch.zeros(self.copies, self.places, dtype=torch.float64)
+        for jobs in self.rounds:
+            held = torch.zeros_like(peak)
+            for i in jobs:
+                job, (copy, place) = self.jobs[i], self.place(i)
+                held[copy] += (job.operands + 1) * job.sizes * job.width
+                held[copy, place] += (job.operands + 1) * job.bytes
+            held += (self.copies + 1) * self.gathered(jobs)
+            peak = torch.maximum(peak, held)
+        return 2 * peak.flatten()

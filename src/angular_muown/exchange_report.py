@@ -1,0 +1,75 @@
+"""What ranks that share a step do and move, as a table."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from angular_muown.assignment import Assignment
+
+SHOWN = 16  # ranks that get a line of their own
+UNITS = ("B", "KB", "MB", "GB", "TB")
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """One assignment for each set of ranks that share work; most models have one."""
+
+    assignments: Sequence[Assignment]
+
+    def __str__(self) -> str:
+        if not self.assignments:
+            return "nothing is exchanged: this rank steps its parameters alone"
+        return "\n\n".join(map(_table, self.assignments))
+
+
+def _table(plan: Assignment) -> str:
+    ranks = plan.places * plan.copies
+    shape = f"{plan.copies} copies of {plan.places} parts" if plan.copies > 1 else "1 copy"
+    lines = [
+        f"{len(plan.jobs)} matrices over {ranks} ranks ({shape}), {len(plan.rounds)} rounds; "
+        f"{len(plan.summed)} by sums of Gram matrices; imbalance {plan.imbalance:.3f}"
+    ]
+    owned = torch.zeros(ranks)
+    for owner in plan.owners.values():
+        owned[owner] += 1
+    sent, received = plan.traffic
+    columns = (owned, plan.loads / plan.loads.mean().clamp(min=1), sent, received, plan.peaks)
+    lines.append(f"{'rank':>6} {'owns':>6} {'work':>6} {'sends':>9} {'receives':>9} {'buffers':>9}")
+    if ranks <= SHOWN:
+        lines += [_line(str(i), [column[i] for column in columns]) for i in range(ranks)]
+    else:
+        measures = (("least", Tensor.min), ("mean", Tensor.mean), ("most", Tensor.max))
+        lines += [_line(name, [of(column) for column in columns]) for name, of in measures]
+    if dominant := _dominant(plan):
+        lines.append(dominant)
+    return "\n".join(lines)
+
+
+def _line(name: str, values: Sequence[Tensor]) -> str:
+    owns, work, *sizes = map(float, values)
+    return f"{name:>6} {owns:>6.4g} {work:>6.2f} " + " ".join(f"{_size(x):>9}" for x in sizes)
+
+
+def _size(count: float) -> str:
+    for unit in UNITS[:-1]:
+        if count < 1000:
+            return f"{count:.4g} {unit}"
+        count /= 1000
+    return f"{count:.4g} {UNITS[-1]}"
+
+
+def _dominant(plan: Assignment) -> str:
+    """An imbalance that no other choice of owners could mend is said to be one."""
+    costs = {i: plan.jobs[i].cost for i in plan.owners}
+    if not costs:
+        return ""
+    longest = max(costs, key=lambda i: costs[i])
+    bound = costs[longest] / float(plan.loads.mean())
+    if bound <= 1.1:
+        return ""
+    return (
+        f"a single matrix, {plan.jobs[longest].name}, is {bound:.2f} times a rank's mean share: "
+        "more ranks do not make the step shorter"
+    )

@@ -1,0 +1,44 @@
+"""Param groups: the engine's defaults, and the numbers of a step that follow from a group."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Group = dict[str, Any]
+
+ENGINE_DEFAULTS: Group = {
+    "algorithm": "matrix",
+    "view": "matrix",
+    "transposed": False,
+    "blocks": None,
+    "column_blocks": None,
+    "step": 0,  # the group's steps so far: kappa's clock
+    "capturable": False,
+    "workspace": 0.25,
+    "wire_dtype": None,
+}
+
+
+def arguments(local_names: Group) -> Group:
+    """A member's keyword arguments, from `locals()`: the group's defaults one to one."""
+    return {k: v for k, v in local_names.items() if k not in ("self", "params", "__class__")}
+
+
+def rates(group: Group, dtype: torch.dtype) -> tuple[float | Tensor, float | Tensor]:
+    """The learning rates of directions and radii now: `radius_lr` is given for the lr that the
+    group started with and follows every schedule of lr."""
+    lr = group["lr"]
+    if isinstance(lr, Tensor):  # a scalar whose dtype does not spread
+        lr = lr.to(dtype).reshape(())
+    if group.get("radius_lr") is None:
+        return lr, lr
+    return lr, group["radius_lr"] / group["base_lr"] * lr
+
+
+def seed(group: Group) -> int | Tensor | None:
+    """Of the step's stochastic rounding; None rounds to nearest."""
+    if group["write_back"] != "stochastic":
+        return None
+    # the clock may go on before the weights are written
+    return group["step"].clone() if isinstance(group["step"], Tensor) else group["step"]

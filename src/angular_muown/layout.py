@@ -1,0 +1,185 @@
+"""Layouts: what a parameter means, as matrices.
+
+It is declared in the parameter's group, never guessed from its shape:
+`view` ("matrix", "stack": leading dimensions count matrices, "conv": out x rest), `transposed`
+(stored as in x out), `blocks` (rows cut in k equal parts or the given sizes: fused q, k, v, gated
+MLPs, heads) and `column_blocks` (columns cut likewise: the heads of an output projection).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+VIEWS = ("matrix", "stack", "conv")
+Cut = int | Sequence[int]
+Interval = tuple[int, int]
+
+
+class Window(NamedTuple):
+    """Which rows and columns of matrices (m, n) a part has."""
+
+    rows: Interval
+    columns: Interval
+    m: int
+    n: int
+
+    @property
+    def size(self) -> int:
+        return (self.rows[1] - self.rows[0]) * (self.columns[1] - self.columns[0])
+
+    def of_block(self, block: "Window") -> "Window":
+        """What of a block of those matrices is in the part, counted from the block's corner."""
+        rows = _overlap(block.rows, self.rows)
+        columns = _overlap(block.columns, self.columns)
+        return Window(rows, columns, block.m, block.n)
+
+
+def spans(name: str) -> tuple[bool, bool]:
+    """Whether a state vector has an entry for every row, for every column. Its name says so:
+    "column_..." has one per column, "matrix_..." one for a whole matrix, any other one per row."""
+    return not name.startswith(("column_", "matrix_")), name.startswith("column_")
+
+
+def block_sizes(total: int, cut: Cut) -> list[int]:
+    if isinstance(cut, int):
+        if cut < 1 or total % cut:
+            raise ValueError(f"{total} does not divide into {cut} equal blocks")
+        return [total // cut] * cut
+    if min(cut, default=0) < 1:
+        raise ValueError(f"block sizes {list(cut)} must all be at least 1")
+    if sum(cut) != total:
+        raise ValueError(f"block sizes {list(cut)} add up to {sum(cut)}, not to {total}")
+    return list(cut)
+
+
+def _overlap(block: Interval, part: Interval) -> Interval:
+    start = min(max(block[0], part[0]), block[1])
+    stop = max(min(block[1], part[1]), start)
+    return start - block[0], stop - block[0]
+
+
+def _within(part: Interval, total: int, cut: Cut) -> list[int]:
+    """How many rows (columns) of each block are in the part."""
+    clipped = [_overlap(block, part) for block in _intervals(block_sizes(total, cut))]
+    return [stop - start for start, stop in clipped]
+
+
+def _intervals(sizes: Sequence[int]) -> list[Interval]:
+    return list(pairwise(sum(sizes[:i]) for i in range(len(sizes) + 1)))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the parameters of one group fall into matrices."""
+
+    view: str = "matrix"
+    transposed: bool = False
+    blocks: Cut = 1
+    column_blocks: Cut = 1
+
+    @staticmethod
+    def of(group: Mapping[str, Any]) -> "Layout":
+        cuts = (group["blocks"] or 1, group["column_blocks"] or 1)
+        # tuples, because layouts are keys of caches; a state dict's are lists
+        rows, columns = (cut if isinstance(cut, int) else tuple(cut) for cut in cuts)
+        return Layout(group["view"], group["transposed"], rows, columns)
+
+    def canonical(self, t: Tensor) -> Tensor:
+        """(count, m, n) with fan-out rows; a view of t wherever its strides allow one."""
+        if self.view == "conv":
+            t = t.flatten(1)
+        if self.transposed:
+            t = t.mT
+        return t.unsqueeze(0) if t.ndim == 2 else t.flatten(0, -3)
+
+    def axis(self, dimension: int, dimensions: int) -> str:
+        """Whether a dimension of a parameter counts matrices, rows or columns."""
+        matrix = dimension - (dimensions - 2 if self.view == "stack" else 0)
+        if self.view == "conv" and matrix > 1:
+            raise ValueError(
+                f"is spread over ranks along dimension {dimension}, inside the kernel of a "
+                "convolution: shard dimension 0 or 1"
+            )
+        if matrix < 0:
+            return "count"
+        return "columns" if (matrix == 1) != self.transposed else "rows"
+
+    def window(self, ranges: Sequence[Interval], shape: Sequence[int]) -> Window:
+        """The part of a parameter's matrices that lies in these ranges of its dimensions."""
+        first, second = (0, 1) if self.view == "conv" else (-2, -1)
+        unit = prod(shape[2:]) if self.view == "conv" else 1
+        start, stop = ranges[second]
+        found = [(ranges[first], shape[first]), ((start * unit, stop * unit), shape[second] * unit)]
+        (rows, m), (columns, n) = reversed(found) if self.transposed else found
+        return Window(rows, columns, m, n)
+
+    def sides(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Rows and columns of a parameter's matrices, before they are cut into blocks."""
+        whole = self.window([(0, size) for size in shape], shape)
+        return whole.m, whole.n
+
+    def grid(self, m: int, n: int) -> list[Window]:
+        """The blocks of an m x n matrix, in the order of the pieces of `cut` with a window."""
+        rows, columns = block_sizes(m, self.blocks), block_sizes(n, self.column_blocks)
+        return [
+            Window(a, b, a[1] - a[0], b[1] - b[0])
+            for a in _intervals(rows)
+            for b in _intervals(columns)
+        ]
+
+    def cut(self, t: Tensor, window: Window | None = None) -> list[Tensor]:
+        """The matrices of a parameter, gradient or momentum: views of (count, m_i, n_i); or the
+        parts of them that lie in a window, which is all of t. Parts may be empty."""
+        return self._cut(self.canonical(t), True, True, window)
+
+    def cut_vector(self, t: Tensor, name: str = "", window: Window | None = None) -> list[Tensor]:
+        """The same cut of a state vector: where it does not span the rows (columns), it has one
+        row (column) for each block."""
+        X = t.unsqueeze(0) if t.ndim == 2 else t.flatten(0, -3)
+        return self._cut(X, *spans(name), window)
+
+    def _cut(self, X: Tensor, by_row: bool, by_column: bool, window: Window | None) -> list[Tensor]:
+        if self.blocks == 1 and self.column_blocks == 1:  # nearly every parameter: spare the host
+            return [X]
+        count, m, n = X.shape
+        row_cut = self.blocks if by_row else m
+        column_cut = self.column_blocks if by_column else n
+        if window is None:
+            rows, columns = block_sizes(m, row_cut), block_sizes(n, column_cut)
+        else:
+            rows = _within(window.rows, window.m, row_cut) if by_row else [1] * m
+            columns = _within(window.columns, window.n, column_cut) if by_column else [1] * n
+        # Equal blocks of rows are one piece with more matrices, as long as that is a view; it is
+        # none for a stack whose matrices lie transposed.
+        equal = isinstance(self.blocks, int) or len(set(self.blocks)) == 1
+        view = equal and len(columns) == 1 and not (self.transposed and self.view == "stack")
+        if view and window is None:
+            return [X.reshape(count * len(rows), rows[0], n)]
+        return [b for a in X.split(rows, dim=1) for b in a.split(columns, dim=2)]
+
+    def vector_shape(self, t: Tensor, name: str = "") -> tuple[int, ...]:
+        """Shape of a state vector that belongs to t: (..., m, number of column blocks) for rows."""
+        X = self.canonical(torch.empty(t.shape, device="meta"))
+        leading = t.shape[:-2] if self.view == "stack" else ()
+        (by_row, by_column), (rows, columns) = spans(name), self._sizes(X)
+        m, n = X.shape[1:]
+        return (*leading, m if by_row else len(rows), n if by_column else len(columns))
+
+    def check(self, t: Tensor) -> None:
+        """Raise ValueError where t cannot be read this way."""
+        if self.view == "matrix" and t.ndim != 2:
+            raise ValueError(
+                "has more than 2 dimensions: declare view='stack' for a stack of matrices "
+                "(..., m, n), such as experts, or view='conv' for a convolution (out, in, ...)"
+            )
+        if self.view == "stack" and t.ndim < 3:
+            raise ValueError("has no leading dimension: view='stack' wants (..., m, n)")
+        self._sizes(self.canonical(torch.empty(t.shape, device="meta")))
+
+    def _sizes(self, X: Tensor) -> tuple[list[int], list[int]]:
+        return block_sizes(X.shape[1], self.blocks), block_sizes(X.shape[2], self.column_blocks)

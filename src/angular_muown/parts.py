@@ -1,0 +1,62 @@
+"""Sums over matrices of which this rank holds a part: what the others hold is added.
+
+With rows spread (FSDP2) a row is all here, and only sums over a whole matrix travel; with columns
+spread (a row-parallel layer) row sums do, one number for a row.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from angular_muown.spread import Team
+from angular_muown.stages.sums import Whole
+
+
+@dataclass(frozen=True)
+class Parts(Whole):
+    sides: tuple[int, int]  # m and n of the whole matrices
+    row_teams: tuple[Team, ...]  # hold other columns of our rows
+    column_teams: tuple[Team, ...]
+
+    def shape(self, X: Tensor) -> tuple[int, int]:
+        return self.sides
+
+    def rows(self, X: Tensor) -> Tensor:
+        return total(super().rows(X), self.row_teams)
+
+    def columns(self, X: Tensor) -> Tensor:
+        return total(super().columns(X), self.column_teams)
+
+    def parts(self, t: Tensor) -> Tensor:
+        return total(t, (*self.row_teams, *self.column_teams))
+
+    def row_norm(self, X: Tensor) -> Tensor:
+        # Squares of roots would not be the squares that were summed.
+        return self.rows(X.square()).sqrt() if self.row_teams else super().row_norm(X)
+
+    def row_largest(self, X: Tensor) -> Tensor:
+        found = super().row_largest(_filled(X, -1))
+        return total(found, self.row_teams, largest=True)
+
+    def largest(self, X: Tensor) -> Tensor:
+        found = _filled(self.row_largest(X), -2).amax(dim=-2, keepdim=True)
+        return total(found, self.column_teams, largest=True)
+
+
+def _filled(X: Tensor, dim: int) -> Tensor:
+    """Nothing has no largest entry; a zero is as good."""
+    shape = list(X.shape)
+    shape[dim] = 1
+    return X if X.shape[dim] else X.new_zeros(shape)
+
+
+def total(t: Tensor, teams: Iterable[Team], largest: bool = False) -> Tensor:
+    """The sum (or the largest) over the teams, one after the other; the same bits on every rank."""
+    for team in teams:
+        if team.size > 1:
+            t = t.contiguous()
+            op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+            dist.all_reduce(t, op=op, group=team.group)
+    return t

@@ -1,0 +1,193 @@
+"""Sharing: the steps of parameters that lie over ranks, from the plan to the last round.
+
+Every rank goes through the same collectives whatever its gradients: sizes follow from shapes
+alone, and a parameter without a gradient takes part with zeros and stays as it is. So ranks that
+disagree get an error; none of them waits for ever.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from angular_muown.agreement import Agreement
+from angular_muown.assignment import Assignment, Job
+from angular_muown.checks import parameter_names
+from angular_muown.exchange import Equation, Journey, Road, Work, finish
+from angular_muown.groups import Group, seed
+from angular_muown.kernels.dispatch import runs_on
+from angular_muown.layout import Layout
+from angular_muown.parts import Parts
+from angular_muown.placement import is_sharded, local
+from angular_muown.recipe import Observer, Recipe
+from angular_muown.spread import Spread, Team, spread_of, team_of_group
+from angular_muown.stages.orthogonalize import SUMMABLE, polar_of_parts
+from angular_muown.stages.tangent import Free
+from angular_muown.views import Piece, Stack, kind_of
+
+Update = Callable[[Stack, Recipe, Group], Equation]
+
+
+class Sharing:
+    """Parameters with the same ranks inside a copy and the same copies."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self.key = key_of(works)
+        self.spread = works[0].spread  # teams are the same for all, windows are not
+        owned = [(job, work) for work in works for job in jobs_of(work)]
+        # Not of the parts, which differ: all ranks have to find the same rounds.
+        sizes = [
+            work.group["workspace"] * job.m * job.n * work.parameter.element_size()
+            for job, work in owned
+        ]
+        budget = int(sum(sizes) / self.spread.inside.size)
+        self.plan = Assignment(
+            tuple(job for job, _ in owned),
+            self.spread.inside.size,
+            self.spread.replicas.size,
+            budget,
+        )
+        self.numbers = [work for work in range(len(works)) for _ in jobs_of(works[work])]
+        self.agreement: Agreement | None = None
+
+    def run(self, works: Sequence[Work], update: Update, observers: Sequence[Observer]) -> None:
+        if self.agreement is None:
+            self.agreement = Agreement(self.spread.everyone, works)
+        self.agreement.check([work.parameter.grad is not None for work in works])
+        owner_of = [works[number] for number in self.numbers]
+        pieces = [single for work in works for single in singles(work)]
+        road = Road(self.spread, self.plan, owner_of, observers)
+
+        def start(jobs: list[int]) -> list[tuple[Stack, list[int], Equation]]:
+            found = list(self._stacks(jobs, pieces, owner_of))
+            works = [owner_of[ids[0]] for _, ids in found]
+            return [
+                (stack, ids, update(stack, work.recipe, work.group))
+                for (stack, ids), work in zip(found, works, strict=True)
+            ]
+
+        for _, ids, equation in start(self.plan.summed):
+            X, _ = next(equation)
+            job, work = self.plan.jobs[ids[0]], owner_of[ids[0]]
+            sums = sums_of(work, (job.m, job.n))
+            finish(equation, polar_of_parts(work.recipe.orthogonalize, X, sums))
+        self._travel(road, start)
+
+    def _travel(self, road: Road, start: Any) -> None:
+        """Depart a round ahead, and finish a round behind what the owners work on."""
+        before, now = None, None
+        for jobs in (*self.plan.rounds, None, None):
+            ahead = None
+            if jobs is not None:
+                ahead = Journey(road, jobs, start(jobs)).depart()
+            if now is not None:
+                now.work()
+            if before is not None:
+                before.arrive()
+            before, now = now, ahead
+
+    def _stacks(
+        self, jobs: list[int], pieces: list[Piece], owner_of: list[Work]
+    ) -> Iterator[tuple[Stack, list[int]]]:
+        """As `views.stacks`, with an order and a choice that are the same on every rank."""
+        groups: dict[Any, list[int]] = defaultdict(list)
+        for i in jobs:
+            parts = self.plan.jobs[i].parts
+            groups[owner_of[i].index, parts, kind_of(pieces[i])].append(i)
+        for ids in groups.values():
+            work, sides = owner_of[ids[0]], pieces[ids[0]].sides
+            stack = [pieces[i] for i in ids]
+            yield Stack(stack, work.group["maximize"], work.noise, sums_of(work, sides)), ids
+
+
+def sums_of(work: Work, sides: tuple[int, int]) -> Parts:
+    return Parts(sides, work.spread.row_teams, work.spread.column_teams)
+
+
+def singles(work: Work) -> Iterator[Piece]:
+    for piece in work.leaf.pieces(work.recipe.rows):
+        yield from piece.singles
+
+
+def jobs_of(work: Work) -> list[Job]:
+    """The matrices of a parameter, in the order of `singles`."""
+    layout, spread = work.layout, work.spread
+    m, n = spread.window.m, spread.window.n
+    count = layout.canonical(local(work.parameter)).shape[0]
+    plain = type(work.recipe.tangent) is Free
+    summable = plain and work.recipe.orthogonalize in SUMMABLE
+    found = []
+    for b, block in enumerate(layout.grid(m, n)):
+        parts = tuple(window.of_block(block) for window in spread.windows)
+        for e in range(count):
+            name = f"{work.name}[{b}, {e}]"
+            width, operands = work.wire.itemsize, 1 if plain else 2
+            found.append(Job(name, block.m, block.n, parts, width, operands, summable))
+    return found
+
+
+def key_of(works: Sequence[Work]) -> Any:
+    """What a plan depends on."""
+    return [
+        (
+            id(work.parameter),
+            work.spread,
+            work.layout,
+            work.wire,
+            work.recipe.orthogonalize,
+            type(work.recipe.tangent) is Free,
+            work.group["workspace"],
+        )
+        for work in works
+    ]
+
+
+def holders_of_copies(p: Tensor, process_group: Any) -> Team | None:
+    """Ranks that share the work on a plain parameter, because they all have it."""
+    if process_group is False or not (dist.is_available() and dist.is_initialized()):
+        return None
+    if process_group is None and runs_on(p.device):
+        return None  # by kernels every rank steps its copy faster than it could fetch the result
+    team = team_of_group(dist.group.WORLD if process_group is None else process_group)
+    return team if team.size > 1 else None
+
+
+class Exchanges:
+    """All of an optimizer. Holds nothing that a step needs to be right; never saved."""
+
+    def __init__(self) -> None:
+        self.known: dict[Any, Sharing] = {}
+        self.places: dict[int, tuple[Any, Spread | None]] = {}  # by parameter
+
+    def works(self, group: Group, index: int, recipe: Recipe, process_group: Any) -> list[Work]:
+        """The parameters of a group that lie over ranks, or that ranks have copies of."""
+        layout, found = Layout.of(group), []
+        for p, name in zip(group["params"], parameter_names(group, index), strict=True):
+            team = None if is_sharded(p) else holders_of_copies(p, process_group)
+            if team is None and not is_sharded(p):
+                continue
+            key = (layout, p.device_mesh, p.placements) if is_sharded(p) else (layout, team)
+            known = self.places.get(id(p))
+            if known is None or known[0] != key:
+                known = self.places[id(p)] = (key, spread_of(p, layout, team, name))
+            if known[1] is not None:
+                found.append(Work(name, p, known[1], layout, recipe, group, index, seed(group)))
+        return found
+
+    def of(self, works: Sequence[Work]) -> Iterator[tuple[Sharing, list[Work]]]:
+        groups: dict[Any, list[Work]] = defaultdict(list)
+        for work in works:
+            groups[work.spread.inside, work.spread.replicas].append(work)
+        for teams, members in groups.items():
+            known = self.known.get(teams)
+            if known is None or known.key != key_of(members):
+                known = self.known[teams] = Sharing(members)
+            yield known, members
+
+    def run(
+        self, works: Sequence[Work], update: Update, observers: Sequence[Observer] = ()
+    ) -> None:
+        for sharing, members in self.of(works):
+            sharing.run(members, update, observers)
