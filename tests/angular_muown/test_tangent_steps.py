@@ -11,7 +11,9 @@ from angular_muown.stages import tangent
 from angular_muown.stages.charts import normalize_rows, tangent_part
 from angular_muown.stages.orthogonalize import polar_express, svd, unit
 from angular_muown.stages.tangent import Constrained, Dual, Polar, dual_steps
-from tests.angular_muown.family import noise, parameter, run
+from tests.angular_muown.family import TangentPolar, noise, parameter, run
+from tests.angular_muown.sharded import GROUPS, PLACEMENTS, stepped
+from tests.ranks import results
 
 CASES = list(product((3, 13, 23), ("gaussian", "falling"), [(48, 48), (32, 80), (80, 32)]))
 
@@ -176,3 +178,19 @@ def test_the_multiplier_is_saved_and_ignores_signs_of_rows() -> None:
     run(other, [q], 2, start=3)
     assert torch.equal(p, q)
     assert not torch.equal(opt.state[p]["multiplier"], kept)
+
+
+def _over_ranks() -> list[list[Tensor]]:
+    values = {"lr": 0.05, "orthogonalize": "svd", "tangent_steps": 2}
+    placements = (PLACEMENTS["rows"], PLACEMENTS["columns"])
+    return [stepped(TangentPolar, values, p, GROUPS[:2], steps=6) for p in placements]
+
+
+def test_ranks_follow_the_same_multipliers() -> None:
+    """A rank has some rows, or parts of rows; the multipliers go to the owner of a matrix and
+    back."""
+    values = {"lr": 0.05, "orthogonalize": "svd", "tangent_steps": 2}
+    alone = stepped(TangentPolar, values, None, GROUPS[:2], steps=6)
+    for outcome in results(2, _over_ranks):
+        for weights in outcome:
+            torch.testing.assert_close(weights, alone, rtol=1e-9, atol=1e-12)

@@ -98,20 +98,18 @@ def run(found: Sequence[Problem], steps: int, seeds: int) -> list[dict[str, Any]
         optimizer.step()
         # So weighted, a mean gap of delta raises the theorem's bound by 1 / (1 - delta) at most.
         gap += norm * optimizer.state[p]["gap"]
-    # The columns of the cells: a row for each problem, an entry for each seed.
     columns = {
         "mean": total / steps,
         "dual_mean": dual / len(range(0, steps, every)),
         "direction_gap": gap / total,
     }
-    split = {key: x.reshape(len(found), seeds) for key, x in columns.items()}
     return [
         {
             **_plan(problem, steps),
             "seeds": seeds,
             "exact": exact,
-            **{key: float(x[i].mean()) for key, x in split.items()},
-            "spread": float(split["mean"][i].max() - split["mean"][i].min()),
+            **{key: float(x.split(seeds)[i].mean()) for key, x in columns.items()},
+            "spread": float(torch.stack(columns["mean"].split(seeds)[i].aminmax()).diff()),
         }
         for i, problem in enumerate(found)
     ]
