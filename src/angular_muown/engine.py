@@ -28,11 +28,8 @@ from angular_muown.views import Leaf, Stack, stacks
 if TYPE_CHECKING:
     from angular_muown.kernels.groups import FusedGroups
 
-HOMES = (
-    "angular_muown.optimizers",
-    "angular_muown.muons",
-    "angular_muown.rivals",
-)  # where members are defined
+# Where members are defined.
+HOMES = ("angular_muown.optimizers", "angular_muown.muons", "angular_muown.rivals")
 
 
 def update(stack: Stack, recipe: Recipe, group: dict[str, Any]) -> Equation:
