@@ -193,7 +193,7 @@ def shortcut(data: Data) -> Table:
     worst = max(r["solver_gap"] for r in data["rows"])
     note = (
         "Medians over layers and looks. The shortcut's tangent part has an operator norm above 1: "
-        "it descends as far as it claims, but with longer steps than the theorem allows. A warm "
+        "its steps are longer than the theorem allows, and at norm 1 they descend less. A warm "
         "dual step starts from the multiplier of the training step before. The exact directions "
         f"are solved to a gap of {worst:.0e}."
     )
