@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Some virtual machines advertise AMX without allowing it: bf16 products would end in SIGILL.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: demo test check bench format clean
+.PHONY: demo test check bench theory format clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -14,7 +14,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 # One thread each: these matrices are too small for more, and waiting threads spin.
-demo test: export OMP_NUM_THREADS ?= 1
+demo test theory: export OMP_NUM_THREADS ?= 1
 
 demo: $(VENV)/.installed
 	$(BIN)/angular-lab demo --out demo
@@ -30,6 +30,11 @@ check: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/step_time.py
+
+theory: $(VENV)/.installed
+	$(BIN)/angular-lab theory --results results/theory --out build/theory
+	mkdir -p docs/figures/theory
+	cp build/theory/figures/*.svg docs/figures/theory/
 
 format: $(VENV)/.installed
 	$(BIN)/ruff format .

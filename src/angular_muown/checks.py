@@ -13,6 +13,7 @@ from angular_muown.layout import VIEWS, Layout
 from angular_muown.stages.orthogonalize import ORTHOGONALIZERS
 from angular_muown.stages.radius import RADII
 from angular_muown.stages.scale import SCALES
+from angular_muown.stages.tangent import TANGENT
 
 ALGORITHMS = ("matrix", "adamw")
 WRITE_BACKS = ("stochastic", "master")
@@ -68,7 +69,7 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "decay_degree": _RATE,
     "row_beta": (lambda x: x is None or _is_fraction(x), "None or a number in [0, 1)"),
     "tangent_momentum": _BOOL,
-    "tangent_polar": _COUNT,
+    "tangent_steps": _COUNT,
     "exact_angle": _BOOL,
     "radius_lr": (lambda x: x is None or _is_rate(x), "None (follow lr) or a finite number >= 0"),
     "weight_decay": _RATE,
@@ -76,7 +77,7 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "capturable": _BOOL,
     "workspace": (lambda x: _is_number(x) and x > 0, "a number > 0: 0.25 for a quarter"),
     "scale": _one_of(SCALES),
-    "orthogonalize": _one_of(ORTHOGONALIZERS),
+    "orthogonalize": _one_of((*ORTHOGONALIZERS, TANGENT)),
     "radius": _one_of(RADII),
     "algorithm": _one_of(ALGORITHMS),
     "write_back": _one_of(WRITE_BACKS),
@@ -108,6 +109,11 @@ def check_values(group: Mapping[str, Any]) -> None:
         raise ValueError(
             f"radius_lr={group['radius_lr']!r} with lr=0: radius_lr is scheduled in proportion to "
             "lr, so lr must start above 0"
+        )
+    if matrices and group["orthogonalize"] == TANGENT and "tangent_steps" not in group:
+        raise ValueError(
+            f"orthogonalize={TANGENT!r} is for AngularMuown alone: choose one of "
+            + ", ".join(map(repr, ORTHOGONALIZERS))
         )
     if matrices and group.get("exact_angle"):
         for key, allowed in (("scale", ("fan_ratio", "none")), ("row_beta", (None,))):

@@ -137,7 +137,7 @@ class Journey:
         Q = recipe.tangent(recipe.orthogonalize, X, U)
         for observe in self.road.observers:
             parts = [(self.road.owner_of[i].leaf.parameter, 1) for i in batch]
-            observe(parts, U, Q, None)
+            observe(parts, U, recipe.tangent.receive(Q, U, {}), None)
         self.results.update(zip(batch, Q, strict=True))
 
     def arrive(self) -> None:

@@ -24,7 +24,7 @@ from angular_muown.placement import is_sharded, local
 from angular_muown.recipe import Observer, Recipe
 from angular_muown.spread import Spread, Team, spread_of, team_of_group
 from angular_muown.stages.orthogonalize import SUMMABLE, polar_of_parts
-from angular_muown.stages.tangent import free
+from angular_muown.stages.tangent import Free
 from angular_muown.views import Piece, Stack, kind_of
 
 Update = Callable[[Stack, Recipe, Group], Equation]
@@ -116,7 +116,7 @@ def jobs_of(work: Work) -> list[Job]:
     layout, spread = work.layout, work.spread
     m, n = spread.window.m, spread.window.n
     count = layout.canonical(local(work.parameter)).shape[0]
-    plain = work.recipe.tangent is free
+    plain = type(work.recipe.tangent) is Free
     summable = plain and work.recipe.orthogonalize in SUMMABLE
     found = []
     for b, block in enumerate(layout.grid(m, n)):
@@ -137,7 +137,7 @@ def key_of(works: Sequence[Work]) -> Any:
             work.layout,
             work.wire,
             work.recipe.orthogonalize,
-            work.recipe.tangent is free,
+            type(work.recipe.tangent) is Free,
             work.group["workspace"],
         )
         for work in works
