@@ -38,7 +38,7 @@ def build(name: str) -> PreTrainedModel:
     return ResNetForImageClassification(ResNetConfig(**stages, embedding_size=16))
 
 
-def main(name: str = "vit", steps: int = 40) -> tuple[list[float], AngularMuown]:
+def main(name: str = "vit", steps: int = 60) -> tuple[list[float], AngularMuown]:
     """The losses of all steps, and the optimizer."""
     model, warmup = build(name), steps // 10
     optimizer = AngularMuown(plan(model, aux_lr=3e-3), lr=0.02, warmup_steps=warmup)
@@ -59,7 +59,7 @@ def main(name: str = "vit", steps: int = 40) -> tuple[list[float], AngularMuown]
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=("vit", "convnext", "resnet"), default="vit")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=60)
     given = parser.parse_args()
     print(plan(build(given.model)))
     for step, loss in enumerate(main(given.model, given.steps)[0]):

@@ -175,10 +175,10 @@ def check_gradients(group: Mapping[str, Any], index: int) -> None:
     """Looked at before anything moves: a step is taken by all parameters or by none."""
     for i, p in enumerate(group["params"]):
         if p.ndim < 2 and group["algorithm"] == "matrix":  # it had more when it was added
-            names = parameter_names(group, index)
+            names = ", ".join(map(repr, parameter_names(group, index)))
             raise ValueError(
-                f"group {index} ({names[0]} and {len(names) - 1} more) was given a flat tensor of "
-                f"shape {tuple(p.shape)} after it was made. FSDP1: {UNFLATTENED['FSDP1']}. "
+                f"a flat tensor of shape {tuple(p.shape)} took the place of matrices in group "
+                f"{index}, which was made of {names}. Under FSDP1: {UNFLATTENED['FSDP1']}. Under "
                 f"DeepSpeed: {UNFLATTENED['DeepSpeed']}"
             )
         if p.grad is not None and p.grad.layout != torch.strided:

@@ -16,11 +16,13 @@ def is_a(module: nn.Module, wanted: str) -> bool:
     return any(f"{kind.__module__}.{kind.__qualname__}" == wanted for kind in type(module).__mro__)
 
 
-def structure_of(module: nn.Module, own: str, p: Tensor, parent: nn.Module | None) -> dict[str, Any]:
+def structure_of(
+    module: nn.Module, own: str, p: Tensor, parent: nn.Module | None
+) -> dict[str, Any]:
     """Group values of a weight that a library's module documents; {} where there is nothing."""
     if is_a(module, CONV1D):
-        size = getattr(parent, "split_size", None)  # the attention splits its outputs by it
-        fused = isinstance(size, int) and parent is not None and module is parent.c_attn
+        size = getattr(parent, "split_size", None)  # by which the attention splits its outputs
+        fused = isinstance(size, int) and module is getattr(parent, "c_attn", None)
         return {"transposed": True} | ({"blocks": p.shape[1] // size} if fused else {})
     if p.ndim == 3 and is_experts(module):
         values: dict[str, Any] = {"view": "stack"}
