@@ -27,15 +27,21 @@ def build() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**shape, **heads, bos_token_id=None, eos_token_id=None))
 
 
+def sharding(state_dict_type: str = "SHARDED_STATE_DICT") -> FullyShardedDataParallelPlugin:
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        state_dict_type=state_dict_type,
+    )
+
+
 def start(fsdp2: bool) -> Accelerator:
-    plugin = None
-    if fsdp2:
-        policy = {"auto_wrap_policy": "transformer_based_wrap"}
-        layers = {"transformer_cls_names_to_wrap": ["LlamaDecoderLayer"]}
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **policy, **layers)
-    # Left to itself, accelerate steps a scheduler once for every process.
-    settings = {"step_scheduler_with_optimizer": False, "fsdp_plugin": plugin}
-    return Accelerator(gradient_accumulation_steps=ACCUMULATE, **settings)
+    return Accelerator(
+        gradient_accumulation_steps=ACCUMULATE,
+        step_scheduler_with_optimizer=False,  # else it steps once for every process
+        fsdp_plugin=sharding() if fsdp2 else None,
+    )
 
 
 def main(
