@@ -14,8 +14,8 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
 
+from tests.integrations.example_scripts import example
 from tests.integrations.ranks import run_ranks
-from tests.integrations.scripts import example
 
 STEPS = 20
 

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Trainer, get_schedu
 from angular_muown import AngularMuown, Muon
 from angular_muown.integrations.transformers import PlannedOptimizer, planned, wsd_arguments
 from tests.angular_muown.models import tiny_lm
-from tests.integrations.scripts import example
+from tests.integrations.example_scripts import example
 
 CLASSES = {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM}
 STEPS = 40

@@ -5,7 +5,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from angular_muown import AngularMuown, plan
-from tests.integrations.scripts import example
+from tests.integrations.example_scripts import example
 
 TARGETS = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from angular_muown import plan
-from tests.integrations.scripts import example
+from tests.integrations.example_scripts import example
 
 
 @pytest.mark.parametrize("name", ["vit", "convnext", "resnet"])
