@@ -41,17 +41,19 @@ def train(
     tokenizer: PreTrainedTokenizerFast,
     texts: list[str],
     steps: int,
-    lora: LoraConfig | None,
     settings: dict[str, float],
+    lora: LoraConfig | None = None,
+    out: str | None = None,
+    resume: str | None = None,
 ) -> SFTTrainer:
     warmup = steps // 10
     arguments = SFTConfig(
-        tempfile.mkdtemp(),
+        out or tempfile.mkdtemp(),
         **wsd_arguments(steps, warmup_steps=warmup, decay_steps=steps // 5),
         per_device_train_batch_size=16,
         max_length=16,
         logging_steps=5,
-        save_strategy="no",
+        save_steps=steps // 2,
         report_to=[],
         disable_tqdm=True,
         use_cpu=True,
@@ -67,25 +69,29 @@ def train(
         peft_config=lora,
         optimizer_cls_and_kwargs=planned(warmup_steps=warmup, **settings),
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
-def main(steps: int = 40) -> tuple[SFTTrainer, SFTTrainer]:
-    """The trainers of both stages, when they are through."""
+def main(
+    steps: int = 40, out: str | None = None, resume: str | None = None
+) -> tuple[SFTTrainer, SFTTrainer]:
+    """The trainers of both stages, when they are through; `out` and `resume` are the adapters'."""
     texts = sentences(256)
     others = [" ".join(text.split()[::-1]) for text in texts]  # what the base has not learnt
     tokenizer = build_tokenizer(texts)
     model = build_model(len(tokenizer))
-    full = train(model, tokenizer, texts, steps, None, {"lr": 0.02, "aux_lr": 5e-3})
+    full = train(model, tokenizer, texts, steps, {"lr": 0.02, "aux_lr": 5e-3})
     # A row of B has RANK entries and starts at zero. AdamW at 1e-2 would move it by up to
     # 1e-2 sqrt(RANK) a step: the same bound for its length.
     lora = LoraConfig(r=RANK, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
     rates = {"lr": 0.02, "radius_lr": 1e-2 * RANK**0.5}
-    return full, train(model, tokenizer, others, steps, lora, rates)
+    return full, train(model, tokenizer, others, steps, rates, lora, out, resume)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=40)
-    main(parser.parse_args().steps)
+    parser.add_argument("--out", help="folder of the adapters' checkpoints")
+    parser.add_argument("--resume", help="a checkpoint of the adapters to go on from")
+    main(**vars(parser.parse_args()))

@@ -175,11 +175,12 @@ def check_gradients(group: Mapping[str, Any], index: int) -> None:
     """Looked at before anything moves: a step is taken by all parameters or by none."""
     for i, p in enumerate(group["params"]):
         if p.ndim < 2 and group["algorithm"] == "matrix":  # it had more when it was added
-            names = ", ".join(map(repr, parameter_names(group, index)))
+            names = parameter_names(group, index)
+            others = f" and {len(names) - 1} others" if len(names) > 1 else ""
             raise ValueError(
                 f"a flat tensor of shape {tuple(p.shape)} took the place of matrices in group "
-                f"{index}, which was made of {names}. Under FSDP1: {UNFLATTENED['FSDP1']}. Under "
-                f"DeepSpeed: {UNFLATTENED['DeepSpeed']}"
+                f"{index}, which was made of {names[0]!r}{others}. Under FSDP1: "
+                f"{UNFLATTENED['FSDP1']}. Under DeepSpeed: {UNFLATTENED['DeepSpeed']}"
             )
         if p.grad is not None and p.grad.layout != torch.strided:
             raise ValueError(

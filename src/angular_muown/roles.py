@@ -165,8 +165,10 @@ def _exception(path: str, module: nn.Module, own: str, p: Tensor, model: nn.Modu
     """Why a parameter with two or more dimensions is no hidden matrix all the same."""
     if isinstance(module, NORMS):
         return "norm"
-    if own in ("bias_k", "bias_v") or (is_experts(module) and p.ndim == 2):
+    if own in ("bias_k", "bias_v"):
         return "bias"
+    if is_experts(module) and p.ndim == 2:
+        return "vectors of experts"
     if _is_router(path, model):
         return "router"
     if own in STATE_SPACE_NAMES:

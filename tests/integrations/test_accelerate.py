@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from tests.integrations.example_scripts import example
 from tests.integrations.ranks import run_ranks
 
-STEPS = 20
+STEPS = 12
 
 
 def on_cpu(fsdp2: bool, state_dict_type: str = "SHARDED_STATE_DICT") -> Accelerator:

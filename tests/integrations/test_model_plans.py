@@ -16,7 +16,7 @@ from tests.integrations.tiny_models import DECODER, ENCODER, MODELS, build, loss
 
 HIDDEN, EMBEDDING = ("matrix", "whole", "hidden"), ("adamw", "", "embedding")
 HEAD, TIED, ROUTER = ("adamw", "", "head"), ("adamw", "", "tied head"), ("adamw", "", "router")
-DEPTHWISE, BIAS = ("adamw", "", "depthwise"), ("adamw", "", "bias")
+DEPTHWISE, VECTORS = ("adamw", "", "depthwise"), ("adamw", "", "vectors of experts")
 CONV, TURNED = ("matrix", "conv", "Conv2d"), ("matrix", "transposed", "Conv1D")
 
 DECODER_TABLE = {
@@ -59,7 +59,7 @@ TABLE = {
     "gpt_oss": {  # gate and up rows take turns, so they are no blocks
         **DECODER_TABLE,
         "model.layers.?.mlp.router.weight": ROUTER,
-        "model.layers.?.mlp.experts.*_bias": BIAS,
+        "model.layers.?.mlp.experts.*_bias": VECTORS,
         **experts("GptOssExperts", "stack, transposed", "stack, transposed"),
     },
     "gpt2": {

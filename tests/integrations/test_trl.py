@@ -20,14 +20,20 @@ def backward(model) -> None:
     model(input_ids=tokens, labels=tokens).loss.backward()
 
 
-def test_fine_tuning_all_weights_and_adapters() -> None:
-    full, adapted = example("trl_sft").main(steps=40)
+def test_fine_tuning_all_weights_and_adapters(tmp_path) -> None:
+    full, adapted = example("trl_sft").main(40, str(tmp_path / "a"))
     for trainer in (full, adapted):
         losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
         assert losses[-1] < 0.75 * losses[0]
         assert type(trainer.optimizer.optimizer) is AngularMuown
     assert {group["step"] for group in adapted.optimizer.optimizer.param_groups} == {40}
     assert all(p.requires_grad == ("lora_" in n) for n, p in adapted.model.named_parameters())
+    resume = str(tmp_path / "a" / "checkpoint-20")
+    _, again = example("trl_sft").main(40, str(tmp_path / "b"), resume)
+    for (name, p), q in zip(
+        adapted.model.named_parameters(), again.model.parameters(), strict=True
+    ):
+        assert torch.equal(p, q), name
 
 
 def test_both_factors_are_matrices_and_a_frozen_head_is_no_missing_one() -> None:

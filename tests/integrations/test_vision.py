@@ -5,6 +5,7 @@ here for it are the names that its models give their parts.
 """
 
 import pytest
+import torch
 from torch import nn
 
 from angular_muown import plan
@@ -12,10 +13,15 @@ from tests.integrations.example_scripts import example
 
 
 @pytest.mark.parametrize("name", ["vit", "convnext", "resnet"])
-def test_the_example_learns(name) -> None:
-    losses, optimizer = example("vision").main(name, steps=60)
+def test_the_example_learns_and_resumes(name, tmp_path) -> None:
+    half = str(tmp_path / "half.pt")
+    losses, model, optimizer = example("vision").main(name, 60, out=half)
     assert sum(losses[-5:]) < 0.75 * sum(losses[:5])
     assert {group["algorithm"] for group in optimizer.param_groups} == {"matrix", "adamw"}
+    rest, again, _ = example("vision").main(name, 60, resume=half)
+    assert rest == losses[30:]
+    for p, q in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(p, q)
 
 
 def test_names_of_timm() -> None:
