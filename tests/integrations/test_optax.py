@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -17,15 +18,21 @@ from jax import Array
 
 from angular_muown import AngularMuown, wsd
 from angular_muown.integrations.optax import angular_muown, label, with_adamw
+from tests.integrations.scripts import assert_falls, load
 
 STEPS = 100
-SHAPES = [(8, 16), (24, 10), (12, 12), (3, 6, 9), (2, 2, 9, 4)]
+SHAPES = [(8, 16), (24, 10), (2, 2, 6, 9)]
 DTYPES = ("float32", "float64")
 KAPPA = {"warmup_steps": 10, "decay_scale": 0.05, "decay_degree": 0.7}
 SETTINGS: list[dict[str, Any]] = [
     {},
-    {"nesterov": False, "momentum": 0.8, "scale": "adam_rms"},
-    {"weight_decay": 0.3, "betas": (0.8, 0.99), "eps": 1e-3},
+    {
+        "nesterov": False,
+        "scale": "adam_rms",
+        "weight_decay": 0.3,
+        "betas": (0.8, 0.99),
+        "eps": 1e-3,
+    },
 ]
 
 
@@ -99,7 +106,7 @@ def assert_close(ours: list[Any], wanted: list[Any], atol: float) -> None:
         np.testing.assert_allclose(a, b, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("orthogonalize", ["polar_express", "newton_schulz", "svd"])
+@pytest.mark.parametrize("orthogonalize", ["polar_express", "newton_schulz"])
 def test_parity_in_float32(orthogonalize: str) -> None:
     problems = PROBLEMS["float32"]
     wanted = by_torch(problems, lambda t: 1.0, lr=0.02, orthogonalize=orthogonalize, **KAPPA)
@@ -219,3 +226,10 @@ def test_a_stack_spread_over_devices_is_stepped_where_it_lies() -> None:
         env={**os.environ, **environment},
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
+
+
+def test_the_flax_example_learns_and_resumes_bit_for_bit(tmp_path: Path) -> None:
+    result = load("flax_mlp").main(tmp_path, steps=40)
+    assert_falls(result["losses"], 0.1)
+    same = jax.tree.map(np.array_equal, result["params"], result["resumed"])
+    assert all(jax.tree.leaves(same)), same
