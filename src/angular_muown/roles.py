@@ -161,7 +161,7 @@ def _structure(owner: Owner) -> dict[str, Any]:
 
 def _is_router(path: str, model: nn.Module) -> bool:
     *above, own = path.split(".")
-    if own in ROUTER_NAMES:
+    if ROUTER_NAMES.intersection((*above, own)):
         return True
     siblings = model.get_submodule(".".join(above)).named_children()
     return own in GATE_NAMES and any("expert" in name for name, _ in siblings)
