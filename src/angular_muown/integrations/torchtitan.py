@@ -61,10 +61,10 @@ class AngularMuownContainer(OptimizersContainer):
     ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, list[str]]]:
         """The base class's static method, with the plan for patterns."""
         has_head = any(name.startswith(f"{HEAD}.") for name, _ in model.named_parameters())
-        values = {"head": f"{HEAD}.*" if has_head else None, **self.plan}
+        values: dict[str, Any] = {"head": f"{HEAD}.*" if has_head else None, **self.plan}
         values["blocks"] = {**fused_qkv(model), **values.get("blocks", {})}
         values.setdefault("stacks", experts(model))
-        groups = [
+        groups: list[dict[str, Any]] = [
             {
                 **impl_kwargs,
                 **group,
