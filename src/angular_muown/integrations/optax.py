@@ -66,11 +66,10 @@ def angular_muown(
         update_one, momentum=momentum, nesterov=nesterov, betas=betas, eps=eps,
         weight_decay=weight_decay, scale=SCALES[scale], polar=POLARS[orthogonalize],
     )  # fmt: skip
-    turn = (lambda X: X.mT) if transposed else (lambda X: X)
 
     def init(params: Any) -> AngularMuownState:
         jax.tree_util.tree_map_with_path(_check, params)
-        moments = jax.tree.map(lambda W: _zeros(turn(W)), params)
+        moments = jax.tree.map(lambda W: _zeros(_rows_out(W, transposed)), params)
         return AngularMuownState(jnp.zeros((), jnp.int32), moments)
 
     def update(
@@ -78,30 +77,45 @@ def angular_muown(
     ) -> tuple[Any, AngularMuownState]:
         if params is None:
             raise ValueError(
-                "angular_muown reads the weights: call update(gradients, state, params)"
+                "angular_muown reads the weights: use update(gradients, state, params)"
             )
         t = state.step
         lr = _at(learning_rate, t)
         radius_lr = lr if radius_learning_rate is None else _at(radius_learning_rate, t)
         kappa = inverse_polynomial(t, warmup_steps, decay_scale, decay_degree)
-
-        def advance(W: Array, G: Array, moments: Moments) -> tuple[Array, Moments]:
-            rates = [jnp.asarray(x, moments.M.dtype) for x in (lr, radius_lr, kappa, t + 1)]
-            step = lambda W, G, own: one(W, G, own, *rates)  # noqa: E731
-            for _ in range(W.ndim - 2):  # one matrix at a time: a stack may be spread over devices
-                step = jax.vmap(step)
-            change, moments = step(turn(W), turn(G), moments)
-            return turn(change), moments
-
+        advance = partial(_advance, one, transposed, (lr, radius_lr, kappa, t + 1))
         leaves, tree = jax.tree.flatten(params)
-        own = tree.flatten_up_to(state.moments)
-        gradients = tree.flatten_up_to(updates)
-        pairs = [advance(*x) for x in zip(leaves, gradients, own, strict=True)]
+        own = (tree.flatten_up_to(x) for x in (updates, state.moments))
+        pairs = [advance(*x) for x in zip(leaves, *own, strict=True)]
         moments = tree.unflatten([moments for _, moments in pairs])
         changes = tree.unflatten([change for change, _ in pairs])
         return changes, AngularMuownState(t + 1, moments)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _rows_out(W: Array, transposed: bool) -> Array:
+    return W.mT if transposed else W
+
+
+def _advance(
+    one: Callable[..., tuple[Array, Moments]],
+    transposed: bool,
+    rates: tuple[Any, ...],
+    W: Array,
+    G: Array,
+    moments: Moments,
+) -> tuple[Array, Moments]:
+    """One leaf, one matrix at a time: a stack may be spread over devices."""
+    numbers = [jnp.asarray(x, moments.M.dtype) for x in rates]
+
+    def step(W: Array, G: Array, moments: Moments) -> tuple[Array, Moments]:
+        return one(W, G, moments, *numbers)
+
+    for _ in range(W.ndim - 2):
+        step = jax.vmap(step)
+    change, moments = step(_rows_out(W, transposed), _rows_out(G, transposed), moments)
+    return _rows_out(change, transposed), moments
 
 
 def with_adamw(
