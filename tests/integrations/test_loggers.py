@@ -1,6 +1,7 @@
 """TensorBoard, W&B and trackio, the real ones without a network: angles, radii and kappa."""
 
 import json
+import os
 import sqlite3
 import struct
 from pathlib import Path
@@ -12,11 +13,27 @@ from torch import nn
 
 from angular_muown import AngularMuown, plan
 from angular_muown.integrations.loggers import log_angles
+from tests.integrations.scripts import assert_falls, load
 
 BLOCK = 32768  # bytes, in W&B's file
 EVERY, STEPS = 2, 5
 MEASURED = [1, 3, 5]  # of the steps 1 to 5, every second one
 KEYS = ("angle_mean", "row_norm_mean", "kappa", "angle_mean/0.weight", "row_norm_mean/0.weight")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trackio_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """trackio looks for its folder once, when it is imported."""
+    os.environ.setdefault("TRACKIO_DIR", str(tmp_path_factory.mktemp("trackio")))
+
+
+def trackio_rows(project: str) -> dict[int, dict[str, float]]:
+    from trackio.utils import TRACKIO_DIR
+
+    with sqlite3.connect(TRACKIO_DIR / f"{project}.db") as database:
+        rows = database.execute("select step, metrics from metrics order by step").fetchall()
+    database.close()
+    return {step: json.loads(metrics) for step, metrics in rows}
 
 
 def make() -> tuple[nn.Module, AngularMuown]:
@@ -79,10 +96,12 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log_angles(model, optimizer, run, every=EVERY)
     train(model, optimizer, after=lambda: [run.log({"loss": 1.0}) for _ in range(3)])
     run.finish()
+    wandb.teardown()  # the file is written by another process, which this waits for
     rows = _wandb_rows(next(tmp_path.rglob("*.wandb")))
     assert sum("loss" in row for row in rows) == 3 * STEPS
     found = {int(row["muown/step"]): row for row in rows if "muown/step" in row}
     assert list(found) == MEASURED
+    assert all("loss" in row for row in found.values())
     for step, values in expected.items():
         assert {k: found[step][k] for k in values} == pytest.approx(values)
 
@@ -106,8 +125,7 @@ def _wandb_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def test_trackio_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
+def test_trackio_on_disk() -> None:
     import trackio
 
     expected = wanted()
@@ -116,10 +134,20 @@ def test_trackio_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     log_angles(model, optimizer, run, every=EVERY)
     train(model, optimizer)
     trackio.finish()
-    with sqlite3.connect(tmp_path / "test.db") as database:
-        rows = database.execute("select step, metrics from metrics order by step").fetchall()
-    database.close()
-    assert {step: json.loads(metrics) for step, metrics in rows} == expected
+    assert trackio_rows("test") == expected
+
+
+@pytest.mark.parametrize("to", ["tensorboard", "wandb", "trackio"])
+def test_the_example_writes_and_learns(
+    to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}.items():
+        monkeypatch.setenv(name, value)
+    assert_falls(load("angle_logs").main(tmp_path, to=to, steps=40), 0.5)
+    if to == "trackio":
+        assert list(trackio_rows("angles")) == [1, 11, 21, 31]
+    else:
+        assert [*tmp_path.rglob({"tensorboard": "*.tfevents.*", "wandb": "*.wandb"}[to])]
 
 
 def test_another_optimizer_is_counted_by_its_own_steps() -> None:

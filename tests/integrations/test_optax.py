@@ -21,6 +21,7 @@ from angular_muown.integrations.optax import angular_muown, label, with_adamw
 from tests.integrations.scripts import assert_falls, load
 
 STEPS = 100
+PRUNED = 40  # the step after which a row is set to zero from outside
 SHAPES = [(8, 16), (24, 10), (2, 2, 6, 9)]
 DTYPES = ("float32", "float64")
 KAPPA = {"warmup_steps": 10, "decay_scale": 0.05, "decay_degree": 0.7}
@@ -73,6 +74,9 @@ def by_torch(problems: list[Problem], rate: Callable[[int], float], **values: An
             ((p @ X - Y).square().mean() + (p * noise[t]).sum()).backward()
         optimizer.step()
         scheduler.step()
+        if t == PRUNED:
+            for p in params:
+                p.data[..., 2, :] = 0
     return [p.detach().numpy() for p in params]
 
 
@@ -96,6 +100,8 @@ def by_jax(problems: list[Problem], transformation: Any) -> list[Any]:
     state = transformation.init(params)
     for t in range(STEPS):
         params, state = step(params, state, t)
+        if t == PRUNED:
+            params = [W.at[..., 2, :].set(0) for W in params]
     assert len(traced) == 1  # a step is compiled once: nothing of it depends on the step's number
     return [np.asarray(W) for W in params]
 

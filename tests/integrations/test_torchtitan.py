@@ -60,6 +60,8 @@ def test_one_optimizer_holds_everything_as_planned(llama: nn.Module) -> None:
         "norm.weight": ("adamw", 1e-3),
         "lm_head.weight": ("adamw", 1e-3),
     }
+    cuts = {g["param_names"][0]: g["blocks"] for g in optimizer.param_groups if g["blocks"]}
+    assert cuts == fused_qkv(llama)
     assert all(group["warmup_steps"] == 7 for group in optimizer.param_groups)
 
 
