@@ -263,6 +263,11 @@ def test_the_registry_gets_an_entry(megatron: Any, monkeypatch: pytest.MonkeyPat
     assert key.matches(head, "output_layer.weight")
 
 
+def test_without_a_registry_the_error_names_the_function(megatron: Any) -> None:
+    with pytest.raises(ImportError, match="came with 0.19: use get_angular_muown_optimizer"):
+        host.register()
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 def test_a_row_vector_has_a_place_of_its_own_in_a_checkpoint(megatron: Any, axis: int) -> None:
     from megatron.core.dist_checkpointing import optimizer as module

@@ -43,7 +43,7 @@ class AngleMonitorCallback(Callback):
             for logger in trainer.loggers:  # they write on the first rank only
                 logger.log_metrics(values, step=step)
 
-        # Not earlier: resuming loads by a step for show, and strategies replace parameters.
+        # Not earlier: strategies replace parameters, and sharded ones load by a step for show.
         self.logs = [log_angles(pl_module, o, send, **self.settings) for o in trainer.optimizers]
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

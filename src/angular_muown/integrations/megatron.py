@@ -97,7 +97,8 @@ def init_state(optimizer: MegatronAngularMuown, config: Any = None) -> None:
 
 
 def is_matrix(p: Tensor, name: str) -> bool:
-    """Whether AngularMuown is meant for it; routers only look like hidden matrices."""
+    """Whether AngularMuown is meant for it: routers and the gate of shared experts only look like
+    hidden matrices."""
     embedding = getattr(p, "is_embedding_or_output_parameter", False)
     return p.ndim == 2 and not embedding and not {"router", "gate_weight"} & {*name.split(".")}
 
@@ -108,7 +109,13 @@ def register(name: str = NAME, *, aux_lr: float | None = None, **settings: Any) 
 
     Megatron asks for the package emerging-optimizers before it looks at the registry.
     """
-    registry = import_module("megatron.core.optimizer.emerging_optimizers")
+    try:
+        registry = import_module("megatron.core.optimizer.emerging_optimizers")
+    except ModuleNotFoundError:
+        raise ImportError(
+            "this megatron-core has no registry of optimizers, which came with 0.19: use "
+            "get_angular_muown_optimizer in the place of get_megatron_optimizer"
+        ) from None
     registry._EMERGING_OPTIMIZERS[name] = registry.EmergingOptimizerEntry(
         optimizer_cls=MegatronAngularMuown,
         init_state_fn=init_state,
@@ -159,7 +166,7 @@ def get_angular_muown_optimizer(
     """Megatron's `get_megatron_optimizer` for a megatron-core without the registry (0.16 on).
 
     Args:
-        config: an OptimizerConfig; lr and weight_decay are AngularMuown's, the rest as usual.
+        config: an OptimizerConfig; its lr, weight_decay, betas and eps are AngularMuown's too.
         aux_lr: Adam's learning rate, for what is no hidden matrix; None: the same.
         settings: AngularMuown's, such as warmup_steps.
         others: as Megatron's function has them.
