@@ -264,7 +264,7 @@ def test_the_registry_gets_an_entry(megatron: Any, monkeypatch: pytest.MonkeyPat
 
 
 def test_without_a_registry_the_error_names_the_function(megatron: Any) -> None:
-    with pytest.raises(ImportError, match="came with 0.19: use get_angular_muown_optimizer"):
+    with pytest.raises(ImportError, match=r"came with 0\.19: use get_angular_muown_optimizer"):
         host.register()
 
 
