@@ -158,6 +158,9 @@ def test_errors_say_what_to_do() -> None:
     p = marked(torch.randn(10, 4), KINDS["interleaved q, k, v"])
     with pytest.raises(ValueError, match=r"10 rows and qkv_split_shapes=\[4, 2, 2\]"):
         stepped(p, [torch.randn(10, 4)])
+    p = marked(torch.randn(5, 4), KINDS["gate and up"])
+    with pytest.raises(ValueError, match="5 rows and partition_stride=2: it must divide"):
+        stepped(p, [torch.randn(5, 4)])
     optimizer = MegatronAngularMuown([{"params": [nn.Parameter(torch.randn(4, 4))]}])
     optimizer.param_groups[0]["params"] = [nn.Parameter(torch.randn(16))]
     with pytest.raises(ValueError, match=r"shape \(16,\) is no matrix: .*distributed optimizer"):

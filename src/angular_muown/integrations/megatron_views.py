@@ -37,9 +37,11 @@ def parts_of(p: Tensor, qkv_split_shapes: list[int] | None) -> list[int] | None:
             )
         return list(sizes)
     stride = getattr(p, "partition_stride", 1)
-    if stride > 1 and rows % stride == 0:
-        return [rows // stride] * stride
-    return None
+    if stride == 1:
+        return None
+    if rows % stride:
+        raise ValueError(f"a weight with {rows} rows and partition_stride={stride}: it must divide")
+    return [rows // stride] * stride
 
 
 @dataclass(frozen=True)
@@ -116,8 +118,9 @@ class Shown:
             init(matrix, state)
             for name in _vectors(own):
                 part = _take(own[name], chosen, None)
-                spread = ranks is not None and ranks.dim == 0
-                store(state[name], whole(ranks.spread(part, 0)) if spread and ranks else part)
+                if ranks is not None and ranks.dim == 0:
+                    part = whole(ranks.spread(part, 0))
+                store(state[name], part)
             states[matrix] = state
         return Shown(p, states, own, rows, ranks)
 
