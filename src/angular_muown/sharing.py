@@ -132,7 +132,7 @@ def key_of(works: Sequence[Work]) -> Any:
     """What a plan depends on."""
     return [
         (
-            id(work.parameter),
+            (work.name, work.parameter.shape, work.parameter.dtype),
             work.spread,
             work.layout,
             work.wire,
@@ -159,19 +159,26 @@ class Exchanges:
 
     def __init__(self) -> None:
         self.known: dict[Any, Sharing] = {}
-        self.places: dict[int, tuple[Any, Spread | None]] = {}  # by parameter
+        self.places: dict[
+            tuple[int, int], tuple[Any, Spread | None]
+        ] = {}  # by group and place in it
 
     def works(self, group: Group, index: int, recipe: Recipe, process_group: Any) -> list[Work]:
         """The parameters of a group that lie over ranks, or that ranks have copies of."""
         layout, found = Layout.of(group), []
-        for p, name in zip(group["params"], parameter_names(group, index), strict=True):
+        names = parameter_names(group, index)
+        for at, (p, name) in enumerate(zip(group["params"], names, strict=True)):
             team = None if is_sharded(p) else holders_of_copies(p, process_group)
             if team is None and not is_sharded(p):
                 continue
-            key = (layout, p.device_mesh, p.placements) if is_sharded(p) else (layout, team)
-            known = self.places.get(id(p))
+            key = (
+                (layout, p.device_mesh, p.placements, p.shape)
+                if is_sharded(p)
+                else (layout, team, p.shape)
+            )
+            known = self.places.get((index, at))
             if known is None or known[0] != key:
-                known = self.places[id(p)] = (key, spread_of(p, layout, team, name))
+                known = self.places[index, at] = (key, spread_of(p, layout, team, name))
             if known[1] is not None:
                 found.append(Work(name, p, known[1], layout, recipe, group, index, seed(group)))
         return found

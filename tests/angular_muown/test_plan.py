@@ -96,6 +96,11 @@ class MoE(nn.Module):
         self.head = nn.Linear(8, 3)
 
 
+def test_a_matrix_inside_a_router_is_the_routers() -> None:
+    model = nn.ModuleDict({"router": nn.ModuleDict({"gate": nn.Linear(8, 4)})})
+    assert rules(plan(model, head=None))["router.gate.weight"] == "adamw"
+
+
 def test_routers_and_expert_stacks() -> None:
     groups = plan(MoE(), stacks=["*.experts.up"])
     found = rules(groups)
