@@ -6,7 +6,7 @@ copy c and place i inside it is c * places + i.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from heapq import heapify, heapreplace
 
@@ -76,6 +76,12 @@ class Assignment:
     places: int  # ranks inside a copy
     copies: int
     budget: int  # bytes of a rank's work in a round, exceeded by a single matrix only
+
+    @cached_property
+    def moved(self) -> "Assignment":
+        """The same with every matrix whole at an owner, where it can be looked at."""
+        jobs = tuple(replace(job, may_sum=False) for job in self.jobs)
+        return replace(self, jobs=jobs)
 
     @cached_property
     def summed(self) -> list[int]:

@@ -58,7 +58,8 @@ class Sharing:
         self.agreement.check([work.parameter.grad is not None for work in works])
         owner_of = [works[number] for number in self.numbers]
         pieces = [single for work in works for single in singles(work)]
-        road = Road(self.spread, self.plan, owner_of, observers)
+        plan = self.plan.moved if observers else self.plan
+        road = Road(self.spread, plan, owner_of, observers)
 
         def start(jobs: list[int]) -> list[tuple[Stack, list[int], Equation]]:
             found = list(self._stacks(jobs, pieces, owner_of))
@@ -68,25 +69,12 @@ class Sharing:
                 for (stack, ids), work in zip(found, works, strict=True)
             ]
 
-        for _, ids, equation in start(self.plan.summed):
+        for _, ids, equation in start(plan.summed):
             X, _ = next(equation)
             job, work = self.plan.jobs[ids[0]], owner_of[ids[0]]
             sums = sums_of(work, (job.m, job.n))
             finish(equation, polar_of_parts(work.recipe.orthogonalize, X, sums))
-        self._travel(road, start)
-
-    def _travel(self, road: Road, start: Any) -> None:
-        """Depart a round ahead, and finish a round behind what the owners work on."""
-        before, now = None, None
-        for jobs in (*self.plan.rounds, None, None):
-            ahead = None
-            if jobs is not None:
-                ahead = Journey(road, jobs, start(jobs)).depart()
-            if now is not None:
-                now.work()
-            if before is not None:
-                before.arrive()
-            before, now = now, ahead
+        travel(road, start)
 
     def _stacks(
         self, jobs: list[int], pieces: list[Piece], owner_of: list[Work]
@@ -100,6 +88,18 @@ class Sharing:
             work, sides = owner_of[ids[0]], pieces[ids[0]].sides
             stack = [pieces[i] for i in ids]
             yield Stack(stack, work.group["maximize"], work.noise, sums_of(work, sides)), ids
+
+
+def travel(road: Road, start: Any) -> None:
+    """Depart a round ahead, and finish a round behind what the owners work on."""
+    before, now = None, None
+    for jobs in (*road.plan.rounds, None, None):
+        ahead = None if jobs is None else Journey(road, jobs, start(jobs)).depart()
+        if now is not None:
+            now.work()
+        if before is not None:
+            before.arrive()
+        before, now = now, ahead
 
 
 def sums_of(work: Work, sides: tuple[int, int]) -> Parts:
