@@ -1,6 +1,7 @@
 """One update, whatever the ranks: every placement gives the weights that one process gives."""
 
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -26,7 +27,8 @@ EXACT = {"lr": 0.02, "orthogonalize": "svd"}
 INTEGER = {"lr": 2.0**-5, "momentum": 0.5, "weight_decay": 0.0, "orthogonalize": "svd"}
 SINGLE, HALF = {**FEW, "dtype": torch.float32}, {**FEW, "dtype": torch.bfloat16}
 CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
-    "twenty steps": (AngularMuown, {"lr": 0.02}, {}),
+    "twenty steps": (AngularMuown, {"lr": 0.02}, {"groups": GROUPS[:1]}),
+    "every layout": (AngularMuown, {"lr": 0.02}, {"steps": 3}),
     "skinny": (AngularMuown, {"lr": 0.02}, {"groups": SKINNY, "steps": 5}),
     "skinny by the quintic": (Muon, {}, {"groups": SKINNY, "steps": 3}),
     "svd": (AngularMuown, EXACT, FEW),
@@ -40,12 +42,12 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 TOLERANCE = {"float32": 1e-5, "bf16 on the wire": 2e-3}
 TOLERANCE |= dict.fromkeys(("skinny", "skinny by the quintic"), 1e-9)
 TOLERANCE |= dict.fromkeys(("bf16 weights", "a master copy"), 2.0**-7)  # a last bit may flip
-# Everything on four ranks; the case that the others vary on all.
+# Everything on four ranks; the cases that the others vary on all.
+BOTH = list(CASES)[:2]
 RUNS: dict[int, list[tuple[str, str]]] = {
-    2: [("twenty steps", name) for name in PLACEMENTS],
-    4: [("twenty steps", name) for name in PLACEMENTS]
-    + [(case, name) for case in list(CASES)[1:] for name in SOME],
-    8: [("twenty steps", name) for name in SOME],
+    2: [*product(BOTH, PLACEMENTS)],
+    4: [*product(BOTH, PLACEMENTS), *product(list(CASES)[2:], SOME)],
+    8: [*product(BOTH, SOME)],
 }
 CELLS = [(world, *run) for world, runs in RUNS.items() for run in runs]
 

@@ -1,0 +1,96 @@
+"""Who orthogonalizes what: laws of the plan, against counting by hand."""
+
+from itertools import pairwise, product
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from angular_muown.assignment import Assignment, Job, longest_first
+from angular_muown.exchange_report import ExchangePlan
+from angular_muown.layout import Window
+
+
+def by_rows(name: str, m: int, n: int, places: int, **values: object) -> Job:
+    chunk = -(-m // places)
+    starts = [min(i * chunk, m) for i in range(places + 1)]
+    parts = tuple(Window((a, b), (0, n), m, n) for a, b in pairwise(starts))
+    return Job(name, m, n, parts, 2, **values)  # type: ignore[arg-type]
+
+
+SIZES = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=12)
+
+
+def assignment(sizes: list[tuple[int, int]], places: int, copies: int, budget: int) -> Assignment:
+    jobs = tuple(by_rows(f"w{i}", m, n, places) for i, (m, n) in enumerate(sizes))
+    return Assignment(jobs, places, copies, budget)
+
+
+@given(costs=st.lists(st.integers(1, 100), min_size=1, max_size=7), ranks=st.integers(1, 3))
+def test_longest_first_is_within_a_third_of_the_best(costs: list[int], ranks: int) -> None:
+    def longest(owners: tuple[int, ...]) -> int:
+        loads = [0] * ranks
+        for cost, owner in zip(costs, owners, strict=True):
+            loads[owner] += cost
+        return max(loads)
+
+    best = min(map(longest, product(range(ranks), repeat=len(costs))))
+    found = longest(tuple(longest_first(costs, ranks)))
+    assert found <= best * (4 / 3 - 1 / (3 * ranks)) + 1e-9  # Graham 1969
+
+
+@given(sizes=SIZES, places=st.integers(1, 5), copies=st.integers(1, 3), budget=st.integers(1, 4000))
+def test_every_matrix_has_an_owner_and_one_round(
+    sizes: list[tuple[int, int]], places: int, copies: int, budget: int
+) -> None:
+    plan = assignment(sizes, places, copies, budget)
+    assert sorted(i for jobs in plan.rounds for i in jobs) == list(range(len(sizes)))
+    assert all(plan.rounds), "no round is empty"
+    for jobs in plan.rounds:
+        for owner in {plan.owners[i] for i in jobs}:
+            mine = [plan.jobs[i].bytes for i in jobs if plan.owners[i] == owner]
+            assert len(mine) == 1 or sum(mine) * copies <= budget
+
+
+@given(sizes=SIZES, places=st.integers(1, 5), copies=st.integers(1, 3))
+def test_traffic_is_what_parts_and_owners_say(
+    sizes: list[tuple[int, int]], places: int, copies: int
+) -> None:
+    plan = assignment(sizes, places, copies, 500)
+    sent = torch.zeros(copies, places, dtype=torch.float64)
+    for i, job in enumerate(plan.jobs):
+        copy, owner = plan.place(i)
+        for place, part in enumerate(job.parts):
+            if place != owner:
+                sent[copy, place] += part.size * 2  # to the owner
+                sent[copy, owner] += part.size * 2  # and back
+    for jobs in plan.rounds:
+        for place in range(places):
+            made = [
+                sum(plan.jobs[i].parts[place].size * 2 for i in jobs if plan.place(i)[0] == copy)
+                for copy in range(copies)
+            ]
+            sent[:, place] += (copies - 1) * max(made)
+    out, back = plan.traffic
+    torch.testing.assert_close(out, sent.flatten())
+    assert out.sum() == back.sum()
+
+
+def test_more_ranks_than_matrices_is_said() -> None:
+    plan = assignment([(32, 32), (8, 8)], 8, 1, 10**6)
+    assert len(set(plan.owners.values())) == 2
+    text = str(ExchangePlan([plan]))
+    assert "a single matrix, w0, is 7.88 times a rank's mean share" in text
+    assert f"imbalance {plan.imbalance:.3f}" in text
+    assert str(ExchangePlan([])).startswith("nothing is exchanged")
+
+
+def test_gram_matrices_are_summed_only_where_that_moves_less() -> None:
+    tall, short = (by_rows("w", m, 4, 4, may_sum=True) for m in (400, 40))
+    assert tall.sums
+    assert not short.sums, "its Gram matrix is no smaller than its parts"
+    assert not by_rows("w", 4, 400, 4, may_sum=True).sums, "the long side is whole already"
+    assert not by_rows("w", 400, 4, 4).sums, "the method needs it whole"
+    plan = Assignment((tall, short), 4, 1, 10**6)
+    assert plan.summed == [0]
+    assert plan.moved.summed == []
