@@ -35,15 +35,15 @@ class Sharing:
     def __init__(self, works: Sequence[Work]) -> None:
         self.key = key_of(works)
         self.spread = works[0].spread
-        owned = [(job, work) for work in works for job in jobs_of(work)]
+        jobs = [jobs_of(work) for work in works]
         budget = sum(int(work.group["workspace"] * local(work.parameter).nbytes) for work in works)
         self.plan = Assignment(
-            tuple(job for job, _ in owned),
+            tuple(job for of_work in jobs for job in of_work),
             self.spread.inside.size,
             self.spread.replicas.size,
             budget,
         )
-        self.numbers = [work for work in range(len(works)) for _ in jobs_of(works[work])]
+        self.numbers = [work for work in range(len(works)) for _ in jobs[work]]
         self.agreement: Agreement | None = None
 
     def run(self, works: Sequence[Work], update: Update, observers: Sequence[Observer]) -> None:
@@ -109,7 +109,7 @@ def jobs_of(work: Work) -> list[Job]:
     summable = plain and work.recipe.orthogonalize in SUMMABLE
     found = []
     for b, block in enumerate(layout.grid(m, n)):
-        parts = tuple(window.of_block(block) for window in spread.windows)
+        parts = spread.parts_of(block)
         for e in range(count):
             name = f"{work.name}[{b}, {e}]"
             width, operands = work.wire.itemsize, 1 if plain else 2
@@ -147,6 +147,7 @@ class Exchanges:
     def __init__(self) -> None:
         self.known: dict[Any, Sharing] = {}
         self.places: dict[int, tuple[Any, Spread | None]] = {}  # by parameter
+        self.alike: dict[Any, Spread | None] = {}  # one for all parameters that lie the same way
 
     def works(self, group: Group, index: int, recipe: Recipe, process_group: Any) -> list[Work]:
         """The parameters of a group that lie over ranks, or that ranks have copies of."""
@@ -159,7 +160,10 @@ class Exchanges:
             key = (layout, p.device_mesh, p.placements) if is_sharded(p) else (layout, team)
             known = self.places.get(id(p))
             if known is None or known[0] != key:
-                known = self.places[id(p)] = (key, spread_of(p, layout, team, name))
+                shapes = (*key, p.shape, local(p).shape)
+                if shapes not in self.alike:
+                    self.alike[shapes] = spread_of(p, layout, team, name)
+                known = self.places[id(p)] = (key, self.alike[shapes])
             if known[1] is not None:
                 found.append(Work(name, p, known[1], layout, recipe, group, index, seed(group)))
         return found
