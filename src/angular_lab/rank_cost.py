@@ -8,14 +8,14 @@ Seconds and bytes throughout; docs/distributed.md has the formulas in words.
 """
 
 from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from angular_lab.rank_machine import Machine, Team
-from angular_muown.assignment import Assignment, Job
+from angular_muown.assignment import GRAM_BYTES, GRAM_SUMS, Assignment, Job
 
 ITERATIONS = 5  # of Polar Express and of the quintic
-GRAMS = 3  # Gram matrices of the Gram way, which starts afresh after every two iterations
 # Bytes that a step moves in memory for an entry of a float32 matrix on its rank: tensors read and
 # written by the operations of `engine.update`, counted one by one (tests/angular_lab/
 # test_rank_cost.py), then packing and unpacking: 4 to 2, 2 to 2; back 2 to 4, 4 to 4.
@@ -84,13 +84,13 @@ def _sum_operations(job: Job) -> float:
     """On the largest part: X X^T and P X at every start, four products of Gram matrices for an
     iteration."""
     s, largest = min(job.m, job.n), max(part.size for part in job.parts)
-    return GRAMS * 4 * s * largest + ITERATIONS * 4 * 2 * s**3
+    return GRAM_SUMS * 4 * s * largest + ITERATIONS * 4 * 2 * s**3
 
 
 def _sum_bytes(job: Job) -> float:
     """A ring sends a float32 Gram matrix nearly twice for its sum."""
     ranks = len(job.parts)
-    return GRAMS * 2 * (ranks - 1) / ranks * 4 * min(job.m, job.n) ** 2
+    return GRAM_SUMS * 2 * (ranks - 1) / ranks * GRAM_BYTES * min(job.m, job.n) ** 2
 
 
 def messages(plan: Assignment) -> Tensor:

@@ -135,8 +135,16 @@ class Grid:
     def of(s: Shapes, ranks: int, replicas: int = 1) -> "Grid":
         if ranks % replicas:
             raise ValueError(f"--hsdp {replicas} does not divide {ranks} ranks")
+        shards = ranks // replicas
         # As many as divide both: every rank has the same number of whole experts, or of parts.
-        return Grid(ranks, replicas, gcd(ranks // replicas, s.experts) if s.experts else 1)
+        experts = gcd(shards, s.experts) if s.experts else 1
+        cut = shards // experts
+        if s.experts and (s.expert_mlp % cut or s.width % cut):
+            raise ValueError(
+                f"{ranks} ranks would cut the {s.expert_mlp} and {s.width} rows of experts in "
+                f"{cut}: FSDP2 wants parts of equal size; choose another number of ranks"
+            )
+        return Grid(ranks, replicas, experts)
 
     @property
     def shards(self) -> int:

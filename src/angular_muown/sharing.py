@@ -35,15 +35,20 @@ class Sharing:
     def __init__(self, works: Sequence[Work]) -> None:
         self.key = key_of(works)
         self.spread = works[0].spread
-        jobs = [jobs_of(work) for work in works]
-        budget = sum(int(work.group["workspace"] * local(work.parameter).nbytes) for work in works)
+        owned = [(job, work) for work in works for job in jobs_of(work)]
+        # Not of the parts, which differ: all ranks have to find the same rounds.
+        sizes = [
+            work.group["workspace"] * job.m * job.n * work.parameter.element_size()
+            for job, work in owned
+        ]
+        budget = int(sum(sizes) / self.spread.inside.size)
         self.plan = Assignment(
-            tuple(job for of_work in jobs for job in of_work),
+            tuple(job for job, _ in owned),
             self.spread.inside.size,
             self.spread.replicas.size,
             budget,
         )
-        self.numbers = [work for work in range(len(works)) for _ in jobs[work]]
+        self.numbers = [work for work in range(len(works)) for _ in jobs_of(works[work])]
         self.agreement: Agreement | None = None
 
     def run(self, works: Sequence[Work], update: Update, observers: Sequence[Observer]) -> None:
