@@ -141,12 +141,17 @@ def table(rows: Sequence[Figures]) -> str:
     for f in rows:
         owned = f"{f.owned_least}-{f.owned_most}" if f.owned_least < f.owned_most else f.owned_most
         ratio = f"{f.imbalance:.2f}{'*' if f.dominant else ''}"
-        sizes = [f"{x / 1e9:.3g}" for x in (f.sent, f.buffers, f.state)]
-        times = [f"{1e3 * x:.3g}" for x in (f.products, f.wire, f.rows, f.total)]
-        cells.append((f"{f.ranks:,}", str(owned), ratio, *sizes, *times))
+        sizes = [x / 1e9 for x in (f.sent, f.buffers, f.state)]
+        times = [1e3 * x for x in (f.products, f.wire, f.rows, f.total)]
+        cells.append((f"{f.ranks:,}", str(owned), ratio, *map(_digits, (*sizes, *times))))
     widths = [max(len(row[i]) for row in cells) for i in range(len(HEAD))]
     lines = ["  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in cells]
     return "\n".join([*lines, *_notes(rows)])
+
+
+def _digits(value: float) -> str:
+    """Three of them, or all before the point."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def _notes(rows: Sequence[Figures]) -> list[str]:
