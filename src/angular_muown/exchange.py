@@ -203,7 +203,7 @@ class Journey:
 
     def _packed(self, job: int, part: Tensor) -> Tensor:
         wire = self.road.owner_of[job].wire
-        return part.to(wire).contiguous().view(torch.uint8).flatten()
+        return part.to(wire).contiguous().flatten().view(torch.uint8)
 
     def _unpacked(self, i: int, buffer: Tensor, at: int, place: int) -> tuple[Tensor, int]:
         job, wire = self.road.plan.jobs[i], self.road.owner_of[i].wire

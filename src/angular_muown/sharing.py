@@ -34,7 +34,7 @@ class Sharing:
 
     def __init__(self, works: Sequence[Work]) -> None:
         self.key = key_of(works)
-        self.spread = works[0].spread
+        self.spread = works[0].spread  # teams are the same for all, windows are not
         owned = [(job, work) for work in works for job in jobs_of(work)]
         # Not of the parts, which differ: all ranks have to find the same rounds.
         sizes = [
@@ -66,7 +66,7 @@ class Sharing:
         for _, ids, equation in start(self.plan.summed):
             X, _ = next(equation)
             job, work = self.plan.jobs[ids[0]], owner_of[ids[0]]
-            sums = self._sums((job.m, job.n))
+            sums = sums_of(work, (job.m, job.n))
             finish(equation, polar_of_parts(work.recipe.orthogonalize, X, sums))
         self._travel(road, start)
 
@@ -83,9 +83,6 @@ class Sharing:
                 before.arrive()
             before, now = now, ahead
 
-    def _sums(self, sides: tuple[int, int]) -> Parts:
-        return Parts(sides, self.spread.row_teams, self.spread.column_teams)
-
     def _stacks(
         self, jobs: list[int], pieces: list[Piece], owner_of: list[Work]
     ) -> Iterator[tuple[Stack, list[int]]]:
@@ -97,7 +94,11 @@ class Sharing:
         for ids in groups.values():
             work, sides = owner_of[ids[0]], pieces[ids[0]].sides
             stack = [pieces[i] for i in ids]
-            yield Stack(stack, work.group["maximize"], work.noise, self._sums(sides)), ids
+            yield Stack(stack, work.group["maximize"], work.noise, sums_of(work, sides)), ids
+
+
+def sums_of(work: Work, sides: tuple[int, int]) -> Parts:
+    return Parts(sides, work.spread.row_teams, work.spread.column_teams)
 
 
 def singles(work: Work) -> Iterator[Piece]:
