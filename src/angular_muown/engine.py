@@ -196,9 +196,7 @@ class Engine(torch.optim.Optimizer):
             state = self.state[work.parameter]
             state["step"] += work.parameter.grad is not None
             work.opened = Leaf(work.parameter, state, work.layout, work.spread)
-        self.exchanges.run(
-            works, lambda stack, work: update(stack, work.recipe, work.group), self.observers
-        )
+        self.exchanges.run(works, update, self.observers)
         for work in works:
             work.leaf.close()
 

@@ -8,6 +8,7 @@ While the owners are at work on one round, the next is on its way.
 
 from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,8 +91,7 @@ class Journey:
         for _, jobs, equation in self.steps:
             X, U = next(equation)
             for j, job in enumerate(jobs):
-                count = self._operands(job)
-                self.operands[job] = (X[j], U[j])[:count]
+                self.operands[job] = (X[j], U[j])[: self._operands(job)]
         inside = self.road.spread.inside
         if inside.size > 1:
             out = [
@@ -165,8 +165,10 @@ class Journey:
         if packed:
             torch.cat(packed, out=own[: sum(t.numel() for t in packed)])
         all_of_it = torch.empty(team.size * size, dtype=torch.uint8, device=self._device)
-        all_gather(all_of_it, own, team)
-        for copy, buffer in enumerate(all_of_it.split(size) if size else ()):
+        if size:  # copies of an empty part have nothing to give
+            all_gather(all_of_it, own, team)
+        for copy in range(team.size):
+            buffer = all_of_it[copy * size : (copy + 1) * size]
             theirs, at = [i for i in self.jobs if plan.place(i)[0] == copy], 0
             for i in sorted(theirs, key=lambda i: (plan.place(i)[1], i)):
                 self.results[i], at = self._unpacked(i, buffer, at, place)
@@ -221,11 +223,9 @@ def _part(X: Tensor, window: Any) -> Tensor:
 
 
 def finish(equation: Equation, Q: Tensor) -> None:
-    try:
+    """Give a step what it waits for; it ends."""
+    with suppress(StopIteration):
         equation.send(Q)
-    except StopIteration:
-        return
-    raise AssertionError("a step needs its matrices whole once")
 
 
 def all_gather(to: Tensor, own: Tensor, team: Team) -> None:

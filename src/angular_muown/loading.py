@@ -5,9 +5,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from angular_muown.layout import Layout
+from angular_muown.placement import is_sharded, spread_like, whole
 
 StateDict = dict[str, Any]
 SHAPED_LIKE_WEIGHT = ("momentum_buffer", "master")
@@ -46,9 +48,7 @@ def load_keeping_dtypes(
                         # the base class puts "step" on the right device, but does not copy it
                         device = optimizer.state[p]["step"].device if name == "step" else p.device
                         copied = value.detach().to(device).clone()
-                        # matrices of it have to be views
-                        dense = name in SHAPED_LIKE_WEIGHT
-                        optimizer.state[p][name] = copied.contiguous() if dense else copied
+                        optimizer.state[p][name] = _placed(copied, p, name, group)
 
     # Last before and first after loading: the user's own hooks see and may change all of it.
     before = optimizer.register_load_state_dict_pre_hook(check)
@@ -60,6 +60,18 @@ def load_keeping_dtypes(
         after.remove()
     for surprise in surprises:
         warnings.warn(surprise, stacklevel=3)
+
+
+def _placed(value: Tensor, p: Tensor, name: str, group: dict[str, Any]) -> Tensor:
+    """A loaded value where the parameter's ranks want it: whole ones are cut, parts gathered."""
+    if name == "step":
+        return value
+    vector = group["algorithm"] == "matrix" and name not in SHAPED_LIKE_WEIGHT
+    if is_sharded(p) and not is_sharded(value):
+        value = spread_like(p, value, Layout.of(group), name if vector else "")
+    elif is_sharded(value) and not is_sharded(p):
+        value = whole(value)
+    return value if vector else value.contiguous()  # matrices of it have to be views
 
 
 def _check_family(optimizer: Optimizer, state_dict: StateDict) -> None:

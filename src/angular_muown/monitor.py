@@ -20,10 +20,15 @@ from torch import Tensor, nn
 from angular_muown.engine import Engine
 from angular_muown.groups import ENGINE_DEFAULTS
 from angular_muown.layout import Layout
-from angular_muown.placement import whole
+from angular_muown.parts import total
+from angular_muown.placement import is_sharded, local, whole
 from angular_muown.roles import hidden_matrices
+from angular_muown.sharing import holders_of_copies
+from angular_muown.spread import Team, team_of
 from angular_muown.stages.charts import chord_angle, nonzero, normalize_rows
 from angular_muown.stages.sums import frobenius, row_norm
+
+OBSERVED = ("radial_mean", "orthogonality_error")
 
 
 def row_angles(before: Tensor, after: Tensor) -> Tensor:
@@ -60,6 +65,7 @@ class AngleMonitor:
         self.steps = 0
         self._layouts: dict[str, Layout] = {}
         self._before: dict[str, list[Tensor]] = {}  # copies
+        self._parts: dict[str, Tensor] = {}  # the same of parameters that lie over ranks
         self._angles: dict[str, list[Tensor]] = {}  # that the step measured itself
         self._measured: dict[str, dict[str, Tensor]] = {}
         self._observed: dict[str, dict[str, Any]] = {}  # sums over a parameter's pieces
@@ -116,11 +122,14 @@ class AngleMonitor:
         self._measured = {name: {} for name in parameters}
         self._observed = defaultdict(lambda: defaultdict(float))
         self._layouts = {name: Layout.of(group) for name, (_, group) in parameters.items()}
-        self._before, self._angles = {}, defaultdict(list)
+        self._before, self._parts, self._angles = {}, {}, defaultdict(list)
         if not isinstance(optimizer, Engine):
             for name, (p, _group) in parameters.items():
                 self._before[name] = self._matrices(name, p, copy=True)
-        else:  # what it steps is shown to us in time
+        else:  # what it steps is shown to us in time, but of a matrix over ranks to its owner only
+            for name, (p, _group) in parameters.items():
+                if self._teams(p):
+                    self._parts[name] = p.detach().clone()
             self._stop_observing()
             optimizer.observers = (*optimizer.observers, self._observe)
             groups = [group for _, group in parameters.values()]
@@ -141,10 +150,8 @@ class AngleMonitor:
     ) -> None:
         named: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         rows = Q.shape[-2]
-        sums = {
-            "radial_mean": (Q * normalize_rows(U)).sum(dim=-1).abs().sum(dim=-1),
-            "orthogonality_error": rows * orthogonality_error(Q),
-        }
+        radial = (Q * normalize_rows(U)).sum(dim=-1).abs().sum(dim=-1)
+        sums = dict(zip(OBSERVED, (radial, rows * orthogonality_error(Q)), strict=True))
         start = 0
         for parameter, count in parts:
             part = slice(start, start := start + count)
@@ -153,7 +160,7 @@ class AngleMonitor:
                 continue
             if angles is not None:
                 self._angles[name].append(angles[part].flatten())
-            elif name not in self._before:  # before the first of its pieces is written
+            elif name not in self._before and name not in self._parts:  # before it is written
                 self._before[name] = self._matrices(name, parameter, copy=True)
             seen = self._observed[name]
             seen["rows"] += rows * count
@@ -166,18 +173,38 @@ class AngleMonitor:
         if not measuring:
             return
         self._stop_observing()
-        for name, seen in self._observed.items():
-            count = seen.pop("rows")
-            self._measured[name].update({key: x / count for key, x in seen.items()})
         for name, (p, _group) in self._parameters().items():
+            self._add_observed(name, p)
             after = self._matrices(name, p)
             norms = torch.cat([row_norm(X).flatten() for X in after])
             self._record(name, self._turned(name, after), norms)
+
+    def _teams(self, p: Tensor) -> Sequence[Team]:
+        """Ranks that see other matrices of p than we do."""
+        if not isinstance(self.optimizer, Engine):
+            return ()
+        if is_sharded(p):
+            return [team_of(p.device_mesh, [i]) for i in range(p.device_mesh.ndim)]
+        team = holders_of_copies(p, self.optimizer.process_group)
+        return () if team is None else (team,)
+
+    def _add_observed(self, name: str, p: Tensor) -> None:
+        teams, seen = self._teams(p), self._observed.get(name, {})
+        if not seen and not (teams and p.grad is not None):
+            return
+        sums = [torch.as_tensor(seen.get(key, 0.0)) for key in ("rows", *OBSERVED)]
+        device = local(p).device
+        count, *found = total(torch.stack([x.double().to(device) for x in sums]), teams).unbind()
+        self._measured[name].update(
+            {key: x / nonzero(count) for key, x in zip(OBSERVED, found, strict=True)}
+        )
 
     def _turned(self, name: str, after: list[Tensor]) -> Tensor:
         if name in self._angles:
             return torch.cat(self._angles.pop(name))
         before = self._before.pop(name, after)  # of what was not stepped there is no copy
+        if name in self._parts:
+            before = self._matrices(name, self._parts.pop(name))
         pairs = zip(before, after, strict=True)
         return torch.cat([row_angles(a, b).flatten() for a, b in pairs])
 

@@ -38,11 +38,11 @@ class Parts(Whole):
 
     def row_largest(self, X: Tensor) -> Tensor:
         found = super().row_largest(_filled(X, -1))
-        return total(found, self.row_teams, dist.ReduceOp.MAX)
+        return total(found, self.row_teams, largest=True)
 
     def largest(self, X: Tensor) -> Tensor:
         found = _filled(self.row_largest(X), -2).amax(dim=-2, keepdim=True)
-        return total(found, self.column_teams, dist.ReduceOp.MAX)
+        return total(found, self.column_teams, largest=True)
 
 
 def _filled(X: Tensor, dim: int) -> Tensor:
@@ -52,9 +52,11 @@ def _filled(X: Tensor, dim: int) -> Tensor:
     return X if X.shape[dim] else X.new_zeros(shape)
 
 
-def total(t: Tensor, teams: Iterable[Team], op: object = dist.ReduceOp.SUM) -> Tensor:
-    """Over the teams, one after the other; the same bits on every rank."""
+def total(t: Tensor, teams: Iterable[Team], largest: bool = False) -> Tensor:
+    """The sum (or the largest) over the teams, one after the other; the same bits on every rank."""
     for team in teams:
-        t = t.contiguous()
-        dist.all_reduce(t, op=op, group=team.group)
+        if team.size > 1:
+            t = t.contiguous()
+            op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+            dist.all_reduce(t, op=op, group=team.group)
     return t

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from angular_muown.agreement import Agreement
 from angular_muown.assignment import Assignment, Job
@@ -21,12 +22,12 @@ from angular_muown.layout import Layout
 from angular_muown.parts import Parts
 from angular_muown.placement import is_sharded, local
 from angular_muown.recipe import Observer, Recipe
-from angular_muown.spread import Spread, spread_of
+from angular_muown.spread import Spread, Team, spread_of, team_of_group
 from angular_muown.stages.orthogonalize import SUMMABLE, polar_of_parts
 from angular_muown.stages.tangent import free
 from angular_muown.views import Piece, Stack, kind_of
 
-Update = Callable[[Stack, Work], Equation]
+Update = Callable[[Stack, Recipe, Group], Equation]
 
 
 class Sharing:
@@ -60,8 +61,12 @@ class Sharing:
         road = Road(self.spread, self.plan, owner_of, observers)
 
         def start(jobs: list[int]) -> list[tuple[Stack, list[int], Equation]]:
-            found = self._stacks(jobs, pieces, owner_of)
-            return [(stack, ids, update(stack, owner_of[ids[0]])) for stack, ids in found]
+            found = list(self._stacks(jobs, pieces, owner_of))
+            works = [owner_of[ids[0]] for _, ids in found]
+            return [
+                (stack, ids, update(stack, work.recipe, work.group))
+                for (stack, ids), work in zip(found, works, strict=True)
+            ]
 
         for _, ids, equation in start(self.plan.summed):
             X, _ = next(equation)
@@ -139,12 +144,14 @@ def key_of(works: Sequence[Work]) -> Any:
     ]
 
 
-def sharing_group(process_group: Any) -> Any:
-    """The ranks that have copies of plain parameters: the default group, or None."""
+def holders_of_copies(p: Tensor, process_group: Any) -> Team | None:
+    """Ranks that share the work on a plain parameter, because they all have it."""
     if process_group is False or not (dist.is_available() and dist.is_initialized()):
         return None
-    group = dist.group.WORLD if process_group is None else process_group
-    return group if dist.get_world_size(group) > 1 else None
+    if process_group is None and runs_on(p.device):
+        return None  # by kernels every rank steps its copy faster than it could fetch the result
+    team = team_of_group(dist.group.WORLD if process_group is None else process_group)
+    return team if team.size > 1 else None
 
 
 class Exchanges:
@@ -157,11 +164,10 @@ class Exchanges:
 
     def works(self, group: Group, index: int, recipe: Recipe, process_group: Any) -> list[Work]:
         """The parameters of a group that lie over ranks, or that ranks have copies of."""
-        team, layout, found = sharing_group(process_group), Layout.of(group), []
+        layout, found = Layout.of(group), []
         for p, name in zip(group["params"], parameter_names(group, index), strict=True):
-            # By kernels every rank steps its copy faster than it could fetch the result.
-            alone = team is None or (process_group is None and runs_on(p.device))
-            if alone and not is_sharded(p):
+            team = None if is_sharded(p) else holders_of_copies(p, process_group)
+            if team is None and not is_sharded(p):
                 continue
             key = (layout, p.device_mesh, p.placements) if is_sharded(p) else (layout, team)
             known = self.places.get(id(p))

@@ -55,16 +55,14 @@ class Spread:
         return self._parts[block]
 
 
-def spread_of(p: Tensor, layout: Layout, process_group: Any, name: str) -> Spread | None:
-    """None where this rank steps its part of p without the others."""
+def spread_of(p: Tensor, layout: Layout, copies: Team | None, name: str) -> Spread | None:
+    """None where this rank steps its part of p without the others. A plain p has `copies`."""
     if is_sharded(p):
         return _spread_on_mesh(p, layout, name)
-    if process_group is None or dist.get_world_size(process_group) == 1:
+    if copies is None:
         return None
-    ranks = tuple(dist.get_process_group_ranks(process_group))
-    team = Team(ranks, dist.get_rank(process_group), process_group)
     m, n = layout.sides(p.shape)
-    return Spread(_only(team), team, team, (Window((0, m), (0, n), m, n),))
+    return Spread(_only(copies), copies, copies, (Window((0, m), (0, n), m, n),))
 
 
 def _only(team: Team) -> Team:
@@ -128,6 +126,10 @@ def _windows(
                 f"{tuple(local(p).shape)}: such a sharding is not known"
             )
     return [found[rank] for rank in team.ranks]
+
+
+def team_of_group(group: Any) -> Team:
+    return Team(tuple(dist.get_process_group_ranks(group)), dist.get_rank(group), group)
 
 
 def team_of(mesh: Any, dims: list[int]) -> Team:
