@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-LIMIT = 90  # seconds for everything
+LIMIT = 150  # seconds for everything
 PATIENCE = 20  # seconds in which a collective has to end
 CONTEXT: Any = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(

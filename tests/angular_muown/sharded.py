@@ -1,6 +1,7 @@
 """Parameters in every placement, stepped with gradients that all ranks can compute."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -39,7 +40,8 @@ GROUPS: list[dict[str, Any]] = [
 ]
 
 
-def mesh_of(shape: Sequence[int]) -> Any:
+@cache  # a mesh brings process groups, and these bring threads
+def mesh_of(shape: tuple[int, ...]) -> Any:
     known = -torch.tensor(shape).prod().item()
     sizes = [dist.get_world_size() // known if size == -1 else size for size in shape]
     return init_device_mesh("cpu", tuple(sizes), mesh_dim_names=("a", "b", "c")[: len(sizes)])
