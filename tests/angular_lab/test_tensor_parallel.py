@@ -23,7 +23,11 @@ STEPS = 50
 WAYS = {"tp": (2, {"tensor": 2}), "fsdp x tp": (4, {"tensor": 2, "parallel": "fsdp"})}
 
 
+MODEL = ModelSpec(vocabulary=257, sequence=32, layers=1, width=32, heads=2, mlp=64)
+
+
 def spec_of(data, **values) -> Spec:
+    values = {"model": MODEL, **values}
     return tiny(data, steps=STEPS, eval_every=25, save_every=25, angle_every=0, **values)
 
 
