@@ -5,22 +5,23 @@ BIN := $(VENV)/bin
 # Some virtual machines advertise AMX without allowing it: bf16 products would end in SIGILL.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: demo test check bench format clean
+.PHONY: demo test check bench theory format clean
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt hosts.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --requirement hosts.txt
 	touch $@
 
 # One thread each: these matrices are too small for more, and waiting threads spin.
-demo test: export OMP_NUM_THREADS ?= 1
+demo test theory: export OMP_NUM_THREADS ?= 1
 
 demo: $(VENV)/.installed
 	$(BIN)/angular-lab demo --out demo
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -30,6 +31,11 @@ check: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/step_time.py
+
+theory: $(VENV)/.installed
+	$(BIN)/angular-lab theory --results results/theory --out build/theory
+	mkdir -p docs/figures/theory
+	cp build/theory/figures/*.svg docs/figures/theory/
 
 format: $(VENV)/.installed
 	$(BIN)/ruff format .

@@ -66,7 +66,7 @@ def leads(scale: str) -> Experiment:
         ("aux rate x 0.3", {"aux_lr": aux}),
         ("log radius, aux rate x 0.3", {"radius": "log_adam", "aux_lr": aux}),
         ("tangent momentum", {"tangent_momentum": True}),
-        ("constrained polar factor", {"tangent_polar": 1}),
+        ("constrained polar factor", {"orthogonalize": "tangent"}),
         ("exact angle", {"exact_angle": True}),
         ("row second moment", {"row_beta": 0.95}),
     )

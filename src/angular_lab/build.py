@@ -29,7 +29,7 @@ OPTIMIZERS = {
     "magnitude_direction": library.MagnitudeDirection,
 }
 OPTIMIZER_NAMES = ("adamw", *OPTIMIZERS)
-SPECIAL = ("radius", "radius_lr", "row_beta", "tangent_momentum", "tangent_polar", "exact_angle")
+SPECIAL = ("radius", "radius_lr", "row_beta", "tangent_momentum", "tangent_steps", "exact_angle")
 
 
 def make_model(spec: Spec, ranks: Ranks) -> LanguageModel:
@@ -142,6 +142,11 @@ def _check_meaning(o: OptimSpec) -> None:
             raise ValueError(
                 f"optim.{key}={value} means nothing for optim.name={o.name}: leave it at {usual}"
             )
+    if o.orthogonalize != "tangent" and o.tangent_steps != OptimSpec().tangent_steps:
+        raise ValueError(
+            f"optim.tangent_steps={o.tangent_steps} means nothing for optim.orthogonalize="
+            f"{o.orthogonalize}: set optim.orthogonalize=tangent"
+        )
 
 
 def _plain(group: dict[str, Any], weight_decay: float) -> dict[str, Any]:
@@ -165,7 +170,7 @@ def _arguments(kind: type, spec: Spec) -> dict[str, Any]:
         "decay_scale": o.decay_scale,
         "decay_degree": o.decay_degree,
         "tangent_momentum": o.tangent_momentum,
-        "tangent_polar": o.tangent_polar,
+        "tangent_steps": o.tangent_steps,
         "exact_angle": o.exact_angle,
         **({"row_beta": o.row_beta} if o.row_beta else {}),
         **({"scale": o.scale} if o.scale else {}),

@@ -1,4 +1,4 @@
-"""The commands experiments, sweep, submit and report. What they need is imported when they run."""
+"""The commands experiments, sweep, submit, report, theory; they import what they need when run."""
 
 import argparse
 import time
@@ -76,6 +76,16 @@ def report(arguments: argparse.Namespace) -> None:
     print(make_report(arguments.runs, arguments.out))
 
 
+def theory(arguments: argparse.Namespace) -> None:
+    from angular_lab.theory.command import run_theory
+
+    print(
+        run_theory(
+            arguments.parts, arguments.results, arguments.out, arguments.data, arguments.quick
+        )
+    )
+
+
 def experiments(_: argparse.Namespace) -> None:
     from angular_lab.cost import listing
 
@@ -87,6 +97,13 @@ def add_experiments(add: Callable[..., argparse.ArgumentParser]) -> None:
     sub = add("report", report, "a page about sweeps and runs")
     sub.add_argument("runs", type=Path, nargs="+", help="folders with runs, at any depth")
     sub.add_argument("-o", "--out", type=Path, default=Path("report"))
+    sub = add("theory", theory, "measure the paper's theory here, and a page of figures about it")
+    sub.add_argument("parts", nargs="*", metavar="part", help="solver, guarantee, regimes, "
+                     "geometry, shortcut; page only draws; default: all")  # fmt: skip
+    sub.add_argument("--results", type=Path, default=Path("results/theory"), help="JSON files")
+    sub.add_argument("-o", "--out", type=Path, default=Path("build/theory"), help="the page")
+    sub.add_argument("--data", default="stdlib", help="folder of shards for the training run")
+    sub.add_argument("--quick", action="store_true", help="toy sizes: a look at the page only")
     for name, function, summary in (
         ("sweep", sweep, "run an experiment of the paper here; run again to go on"),
         ("submit", submit, "start what can run now of an experiment in other processes"),

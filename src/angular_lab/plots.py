@@ -4,6 +4,7 @@ import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import ceil
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -67,10 +68,12 @@ def draw(axes: Any, panel: Panel) -> None:
 
 
 def _legend_columns(labels: Sequence[str]) -> int:
-    """As many as fit beside each other; matplotlib fills them one after the other."""
-    for columns in range(4, 1, -1):
-        rows = ceil(len(labels) / columns)
-        parts = [labels[i : i + rows] for i in range(0, len(labels), rows)]
+    """As many as fit beside each other; matplotlib fills them one after the other, the first ones
+    with one label more where they are not equal."""
+    for columns in range(min(4, len(labels)), 1, -1):
+        short, longer = divmod(len(labels), columns)
+        starts = [i * short + min(i, longer) for i in range(columns + 1)]
+        parts = [labels[a:b] for a, b in pairwise(starts)]
         if sum(max(map(len, part)) + 6 for part in parts) <= 58:
             return columns
     return 1
@@ -96,7 +99,10 @@ def _scale(axes: Any, panel: Panel) -> None:
     if panel.log_y:
         _log_y(axes, panel)
     low, high = axes.get_ylim()
-    axes.set_ylim(panel.y_bottom or low, panel.y_top or high)
+    axes.set_ylim(
+        low if panel.y_bottom is None else panel.y_bottom,
+        high if panel.y_top is None else panel.y_top,
+    )
 
 
 def _log_y(axes: Any, panel: Panel) -> None:

@@ -50,7 +50,7 @@ class OptimSpec:
     split_blocks: bool = True  # fused matrices as their blocks
     # AngularMuown beyond the paper
     tangent_momentum: bool = False
-    tangent_polar: int = 0  # dual iterations
+    tangent_steps: int = 1  # dual steps of orthogonalize=tangent
     exact_angle: bool = False
     row_beta: float = 0.0  # NorMuon's; 0: the optimizer's own, which is none for AngularMuown
 

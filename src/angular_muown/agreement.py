@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from angular_muown.exchange import Work, all_gather
+from angular_muown.exchange import Work
 from angular_muown.placement import is_sharded, local
 from angular_muown.spread import Team
+from angular_muown.wire import all_gather
 
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -1,18 +1,20 @@
 """What a group may hold. Checked once, when it is added; an error names the key or the parameter,
 shows the value and says what would be right."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from math import isfinite
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from angular_muown.foreign import FSDP1, is_a, what_flattened
 from angular_muown.layout import VIEWS, Layout
 from angular_muown.stages.orthogonalize import ORTHOGONALIZERS
 from angular_muown.stages.radius import RADII
 from angular_muown.stages.scale import SCALES
+from angular_muown.stages.tangent import TANGENT
 
 ALGORITHMS = ("matrix", "adamw")
 WRITE_BACKS = ("stochastic", "master")
@@ -68,7 +70,7 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "decay_degree": _RATE,
     "row_beta": (lambda x: x is None or _is_fraction(x), "None or a number in [0, 1)"),
     "tangent_momentum": _BOOL,
-    "tangent_polar": _COUNT,
+    "tangent_steps": _COUNT,
     "exact_angle": _BOOL,
     "radius_lr": (lambda x: x is None or _is_rate(x), "None (follow lr) or a finite number >= 0"),
     "weight_decay": _RATE,
@@ -76,7 +78,7 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "capturable": _BOOL,
     "workspace": (lambda x: _is_number(x) and x > 0, "a number > 0: 0.25 for a quarter"),
     "scale": _one_of(SCALES),
-    "orthogonalize": _one_of(ORTHOGONALIZERS),
+    "orthogonalize": _one_of((*ORTHOGONALIZERS, TANGENT)),
     "radius": _one_of(RADII),
     "algorithm": _one_of(ALGORITHMS),
     "write_back": _one_of(WRITE_BACKS),
@@ -109,6 +111,11 @@ def check_values(group: Mapping[str, Any]) -> None:
             f"radius_lr={group['radius_lr']!r} with lr=0: radius_lr is scheduled in proportion to "
             "lr, so lr must start above 0"
         )
+    if matrices and group["orthogonalize"] == TANGENT and "tangent_steps" not in group:
+        raise ValueError(
+            f"orthogonalize={TANGENT!r} is for AngularMuown alone: choose one of "
+            + ", ".join(map(repr, ORTHOGONALIZERS))
+        )
     if matrices and group.get("exact_angle"):
         for key, allowed in (("scale", ("fan_ratio", "none")), ("row_beta", (None,))):
             if group[key] not in allowed:
@@ -125,20 +132,42 @@ def parameter_names(group: Mapping[str, Any], index: int) -> list[str]:
     return [f"param_groups[{index}]['params'][{i}]" for i in range(len(group["params"]))]
 
 
+# FSDP1 and ZeRO hand out flat pieces of many weights, and the rows of a matrix are gone.
+UNFLATTENED = {
+    "FSDP1": "use FSDP2 (torch.distributed.fsdp.fully_shard), which keeps their shapes",
+    "DeepSpeed": 'use ZeRO stage 0 ("zero_optimization": {"stage": 0}), or FSDP2 (fully_shard)',
+}
+
+
+def check_model(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> None:
+    """Before parameters are sorted: flat ones would look like vectors."""
+    for path, module in model.named_modules():
+        if is_a(module, FSDP1):
+            raise ValueError(
+                f"module '{path or type(module).__name__}' is wrapped by FSDP1, which flattens "
+                f"matrices: {UNFLATTENED['FSDP1']}"
+            )
+    for name, p in named:
+        _check_not_flat(p, f"parameter {name!r} (shape {tuple(p.shape)})")
+
+
+def _check_not_flat(p: Tensor, label: str) -> None:
+    culprit = what_flattened(p)
+    if culprit is not None:
+        raise ValueError(f"{label} was flattened by {culprit}: {UNFLATTENED[culprit]}")
+
+
 def check_parameter(p: Tensor, name: str, group: Mapping[str, Any]) -> None:
     """A parameter in a group for matrices has to be readable as matrices."""
     label = f"parameter {name!r} (shape {tuple(p.shape)}, {p.dtype}, {p.layout})"
     elsewhere = "put it into a group with algorithm='adamw', or let plan(model) sort it"
+    _check_not_flat(p, label)
     if p.is_complex() or not p.is_floating_point():
         raise ValueError(f"{label} is not real floating point: leave it to another optimizer")
     if group["algorithm"] == "adamw":
         return
     if p.layout != torch.strided:
         raise ValueError(f"{label} is not dense: use p.to_dense()")
-    if getattr(p, "_is_flat_param", False):
-        raise ValueError(
-            f"{label} is a flat parameter of FSDP1, which has no matrices: use fully_shard (FSDP2)"
-        )
     if p.ndim < 2:
         raise ValueError(f"{label} is no matrix: {elsewhere}")
     if p.numel() == 0:
@@ -152,6 +181,14 @@ def check_parameter(p: Tensor, name: str, group: Mapping[str, Any]) -> None:
 def check_gradients(group: Mapping[str, Any], index: int) -> None:
     """Looked at before anything moves: a step is taken by all parameters or by none."""
     for i, p in enumerate(group["params"]):
+        if p.ndim < 2 and group["algorithm"] == "matrix":  # it had more when it was added
+            names = parameter_names(group, index)
+            others = f" and {len(names) - 1} others" if len(names) > 1 else ""
+            raise ValueError(
+                f"a flat tensor of shape {tuple(p.shape)} took the place of matrices in group "
+                f"{index}, which was made of {names[0]!r}{others}. Under FSDP1: "
+                f"{UNFLATTENED['FSDP1']}. Under DeepSpeed: {UNFLATTENED['DeepSpeed']}"
+            )
         if p.grad is not None and p.grad.layout != torch.strided:
             raise ValueError(
                 f"parameter {parameter_names(group, index)[i]!r} (shape {tuple(p.shape)}) has a "

@@ -28,11 +28,8 @@ from angular_muown.views import Leaf, Stack, stacks
 if TYPE_CHECKING:
     from angular_muown.kernels.groups import FusedGroups
 
-HOMES = (
-    "angular_muown.optimizers",
-    "angular_muown.muons",
-    "angular_muown.rivals",
-)  # where members are defined
+# Where members are defined.
+HOMES = ("angular_muown.optimizers", "angular_muown.muons", "angular_muown.rivals")
 
 
 def update(stack: Stack, recipe: Recipe, group: dict[str, Any]) -> Equation:
@@ -45,7 +42,8 @@ def update(stack: Stack, recipe: Recipe, group: dict[str, Any]) -> Equation:
     (lr, radius_lr), rows = rates(group, stack.compute), stack.gather_rows()
     at = recipe.chart.split(stack.gather_W(), stack.gather_G(), rows)
     M, X = heavy_ball(stack.gather_M(), at.T, group["momentum"], group["nesterov"])
-    Q = yield X, at.U  # the polar factor of X
+    Q = yield recipe.tangent.send(X, at.U, rows), at.U  # the polar factor of X
+    Q = recipe.tangent.receive(Q, at.U, rows)
     Q = recipe.normalize(Q, at.U, rows)
     # Decoupled decay, W <- (1 - lr weight_decay) W: since W = g U, it shrinks through g alone.
     g = at.g * (1 - lr * group["weight_decay"]) if group["weight_decay"] else at.g
@@ -65,7 +63,7 @@ def update_alone(
     X, U = next(equation)
     Q = recipe.tangent(recipe.orthogonalize, X, U)
     for observe in observers:
-        observe(stack.parts, U, Q, None)
+        observe(stack.parts, U, recipe.tangent.receive(Q, U, {}), None)
     finish(equation, Q)
 
 

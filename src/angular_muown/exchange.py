@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from angular_muown.assignment import Assignment
 from angular_muown.layout import Layout
 from angular_muown.placement import local
 from angular_muown.recipe import Observer, Recipe
-from angular_muown.spread import Spread, Team
+from angular_muown.spread import Spread
 from angular_muown.stages.orthogonalize import iteration_dtype
 from angular_muown.views import Leaf, Stack
+from angular_muown.wire import all_gather, swap
 
 # A step up to its pause, where it gives X and U and wants Q.
 Equation = Generator[tuple[Tensor, Tensor], Tensor, None]
@@ -137,7 +137,7 @@ class Journey:
         Q = recipe.tangent(recipe.orthogonalize, X, U)
         for observe in self.road.observers:
             parts = [(self.road.owner_of[i].leaf.parameter, 1) for i in batch]
-            observe(parts, U, Q, None)
+            observe(parts, U, recipe.tangent.receive(Q, U, {}), None)
         self.results.update(zip(batch, Q, strict=True))
 
     def arrive(self) -> None:
@@ -226,27 +226,3 @@ def finish(equation: Equation, Q: Tensor) -> None:
     """Give a step what it waits for; it ends."""
     with suppress(StopIteration):
         equation.send(Q)
-
-
-def all_gather(to: Tensor, own: Tensor, team: Team) -> None:
-    """`own` of every rank, one behind the other. torch 2.13 renames its function."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(to, own, group=team.group)
-
-
-def swap(
-    out: list[list[Tensor]], sizes: list[int], group: Any, device: torch.device
-) -> Callable[[], list[Tensor]]:
-    """Send a list of byte tensors to each rank of a group; `sizes` come from each. Returns at
-    once; the result waits, on a GPU without the host."""
-    counts = [sum(t.numel() for t in to) for to in out]
-    flat = [t for to in out for t in to]
-    send = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8, device=device)
-    received = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-    handle: Any = dist.all_to_all_single(received, send, sizes, counts, group=group, async_op=True)
-
-    def wait(kept: Tensor = send) -> list[Tensor]:
-        handle.wait()
-        return list(received.split(sizes))
-
-    return wait

@@ -29,7 +29,6 @@ Arguments of the members with row lengths:
     radius_lr: the row lengths' learning rate at the initial lr; follows lr's schedule. None: lr.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ from angular_muown.schedules import angle_degrees, inverse_polynomial
 from angular_muown.stages.charts import Geodesic, Oblique, WeightNorm
 from angular_muown.stages.normalize import UnitTangents
 from angular_muown.stages.scale import none
-from angular_muown.stages.tangent import constrained, free, projected
+from angular_muown.stages.tangent import TANGENT, Constrained, Free, Projected
 
 
 class AngularMuown(Engine):
@@ -60,8 +59,9 @@ class AngularMuown(Engine):
             lr that falls all the way, such as cosine).
     Beyond the paper, all off by default:
         tangent_momentum: polar(X) of X_i - <X_i, U_i> U_i, with X = T + beta M.
-        tangent_polar: so many dual iterations towards the polar factor with <Q_i, U_i> = 0 (the
-            paper's Algorithm 2), each at the cost of one more polar factor; 2 go a long way.
+        orthogonalize: "tangent" as well, towards the polar factor with <Q_i, U_i> = 0 (the paper's
+            Algorithm 2): tangent_steps dual steps from the multiplier of the step before, each at
+            the cost of one more polar factor (by Polar Express). Includes tangent_momentum.
         exact_angle: every row turns by lr kappa exactly, on the great circle that Q_i's tangent
             part points along; rows without one stay. The scale plays no part.
         row_beta: NorMuon's row second moment on Q.
@@ -82,7 +82,7 @@ class AngularMuown(Engine):
         decay_scale: float = 1e-3,
         decay_degree: float = 1.0,
         tangent_momentum: bool = False,
-        tangent_polar: int = 0,
+        tangent_steps: int = 1,
         exact_angle: bool = False,
         row_beta: float | None = None,
         scale: str = "fan_ratio",
@@ -111,9 +111,9 @@ class AngularMuown(Engine):
         return angle_degrees(float(group["lr"]), float(self.kappa(group)), group["exact_angle"])
 
     def recipe(self, group: Group) -> Recipe:
-        tangent = projected if group["tangent_momentum"] else free
-        if group["tangent_polar"]:
-            tangent = partial(constrained, iterations=group["tangent_polar"])
+        tangent = Projected() if group["tangent_momentum"] else Free()
+        if group["orthogonalize"] == TANGENT:
+            tangent = Constrained(group["tangent_steps"])
         stages = {"radius": radius_of(group), "kappa": self.kappa(group), "tangent": tangent}
         if group["exact_angle"]:
             return Recipe(Geodesic(), polar_of(group), none, UnitTangents(), **stages)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from angular_muown.checks import check_model
 from angular_muown.layout import Cut
 from angular_muown.patterns import Patterns
 from angular_muown.roles import Role, find_roles
@@ -93,6 +94,7 @@ def plan(
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not named:
         raise ValueError(f"{type(model).__name__} has no trainable parameters: nothing to plan")
+    check_model(model, named)
     patterns = Patterns([name for name, _ in named])
     declared = _declared(patterns, stacks, transposed, matrix, adamw)
     roles = find_roles(model, named, patterns, declared, head)

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from angular_muown.stages.charts import Rows, Split
 from angular_muown.stages.normalize import AsIs, RowSecondMoment
-from angular_muown.stages.orthogonalize import ORTHOGONALIZERS
+from angular_muown.stages.orthogonalize import ORTHOGONALIZERS, polar_express
 from angular_muown.stages.radius import RADII, Fixed
 from angular_muown.stages.scale import SCALES
 from angular_muown.stages.sums import WHOLE, Whole
-from angular_muown.stages.tangent import Polar, free
+from angular_muown.stages.tangent import TANGENT, Free, Polar
 
 # Parameters with their number of matrices; U before the step and Q, (count, m, n), of all of them;
 # the radians that rows turned by, (count, m). None instead of these: W is still to be written.
@@ -36,6 +36,15 @@ class Stage(Protocol):
 class Chart(Stage, Protocol):
     def split(self, W: Tensor, G: Tensor, rows: Rows) -> Split: ...
     def join(self, at: Split, step: Tensor, g: Tensor, rows: Rows) -> Tensor: ...
+
+
+class Tangent(Stage, Protocol):
+    """`send` and `receive` see the parts of matrices that are here, the call in between whole ones,
+    wherever that is: what it shall know and tell of the rows travels in X and in Q."""
+
+    def send(self, X: Tensor, U: Tensor, rows: Rows) -> Tensor: ...
+    def __call__(self, polar: Polar, X: Tensor, U: Tensor) -> Tensor: ...
+    def receive(self, Q: Tensor, U: Tensor, rows: Rows) -> Tensor: ...
 
 
 class Normalize(Stage, Protocol):
@@ -58,23 +67,24 @@ class Recipe:
     normalize: Normalize = field(default_factory=AsIs)
     radius: Radius = field(default_factory=Fixed)
     kappa: float | Tensor = 1.0  # the angular multiplier at this step
-    tangent: Callable[[Polar, Tensor, Tensor], Tensor] = free
+    tangent: Tangent = field(default_factory=Free)
 
     def over(self, sums: Whole) -> "Recipe":
         """The same, for matrices whose sums are taken by `sums`."""
         if sums is WHOLE:
             return self
-        stages = (self.chart, self.normalize, self.radius)
-        chart, normalize, radius = (stage.over(sums) for stage in stages)
-        return replace(self, chart=chart, normalize=normalize, radius=radius)
+        names = ("chart", "tangent", "normalize", "radius")
+        return replace(self, **{name: getattr(self, name).over(sums) for name in names})
 
     @property
     def rows(self) -> tuple[str, ...]:
-        return (*self.chart.rows, *self.normalize.rows, *self.radius.rows)
+        stages = (self.chart, self.tangent, self.normalize, self.radius)
+        return tuple(name for stage in stages for name in stage.rows)
 
 
 def polar_of(group: dict[str, Any]) -> Polar:
-    return ORTHOGONALIZERS[group["orthogonalize"]]
+    name = group["orthogonalize"]
+    return polar_express if name == TANGENT else ORTHOGONALIZERS[name]
 
 
 def scale_of(group: dict[str, Any]) -> Callable[[int, int], float]:

@@ -6,20 +6,27 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from angular_muown.foreign import is_experts, structure_of
 from angular_muown.patterns import Patterns
 
 # Usual names of output heads and of embeddings that are no nn.Embedding, as path components.
 HEAD_NAMES = frozenset(
     ("lm_head", "head", "classifier", "score", "unembed", "unembedding", "embed_out",
-     "output_projection", "qa_outputs")
+     "output_projection", "qa_outputs", "seq_relationship")
 )  # fmt: skip
 EMBEDDING_NAMES = frozenset(
     ("patch_embed", "patch_embedding", "patch_embeddings", "pos_embed", "pos_embedding",
-     "position_embedding", "position_embeddings", "cls_token", "mask_token", "register_tokens")
+     "position_embedding", "position_embeddings", "cls_token", "mask_token", "register_tokens",
+     "lora_embedding_A", "lora_embedding_B")
 )  # fmt: skip
+# Convolutions that read the input, a ConvNet's embedding; conv1 on top, as in torchvision's ResNet.
+STEM_NAMES = frozenset(("stem", "conv_stem", "embedder"))
+TOP_LEVEL_STEMS = frozenset(("conv1",))
 TOP_LEVEL_HEADS = frozenset(("fc",))  # a hidden layer's name further down, ResNet's head on top
 ROUTER_NAMES = frozenset(("router",))
-GATE_NAMES = frozenset(("gate", "wg"))  # a router where experts stand beside it, else a GLU's gate
+# A router where experts stand beside it, else a GLU's gate
+GATE_NAMES = frozenset(("gate", "wg", "shared_expert_gate"))
+STATE_SPACE_NAMES = frozenset(("A_log",))  # Mamba's decay rates: a table, no linear map
 RNN_GATES = {"LSTM": 4, "GRU": 3, "RNN_TANH": 1, "RNN_RELU": 1}
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -41,7 +48,10 @@ def find_roles(
 ) -> dict[str, Role]:
     """name -> role for all names, or an error that lists what could not be judged."""
     owners = _owners(model)
-    heads = _find_heads(model, named, owners, patterns, head)
+    # all parameters, because a head that is frozen is one too; a pattern of the caller's has to
+    # match what is trained
+    sought = list(model.named_parameters()) if head == "auto" else named
+    heads = _find_heads(model, sought, owners, patterns, head)
     roles: dict[str, Role] = {}
     unknown: list[str] = []
     for name, p in named:
@@ -51,10 +61,12 @@ def find_roles(
                 f"'{name}' is named by head= and declared as {role.algorithm}: say it once"
             )
         if role is not None and role.algorithm == "matrix":
-            structure = {} if "view" in role.values else _structure(owners[p][0])
+            structure = _structure(p, owners[p][0], model)
+            if role.values.get("view", structure.get("view")) != structure.get("view"):
+                structure = {}  # the caller sees something else in it
             role = Role("matrix", role.reason, {**structure, **role.values})
         if role is None and name in heads:
-            role = Role("adamw", "head")
+            role = Role("adamw", _head_or_tied(owners[p]))
         if role is None:
             role = _judge(name, p, owners[p], model)
         if role is None:
@@ -125,6 +137,11 @@ def _find_heads(
     }
 
 
+def _head_or_tied(owners: list[Owner]) -> str:
+    embeds = {isinstance(module, nn.Embedding) for _, module, _ in owners}
+    return "tied head" if len(embeds) > 1 else "embedding" if embeds == {True} else "head"
+
+
 def _judge(name: str, p: Tensor, owners: list[Owner], model: nn.Module) -> Role | None:
     if any(isinstance(module, nn.Embedding | nn.EmbeddingBag) for _, module, _ in owners):
         return Role("adamw", "embedding")
@@ -133,35 +150,57 @@ def _judge(name: str, p: Tensor, owners: list[Owner], model: nn.Module) -> Role 
     if p.ndim < 2:
         return Role("adamw", "vector" if p.ndim else "scalar")
     path, module, own = owners[0]
-    if isinstance(module, NORMS) or own in ("bias_k", "bias_v"):
-        return Role("adamw", "norm" if isinstance(module, NORMS) else "bias")
+    exception = _exception(path, module, own, p, model)
+    if exception is not None:
+        return Role("adamw", exception)
     if isinstance(module, nn.Linear):
-        return Role("adamw", "router") if _is_router(path, model) else Role("matrix", "hidden")
-    if isinstance(module, CONVOLUTIONS) and 1 < module.groups == module.in_channels:
-        return Role("adamw", "depthwise")
-    if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
-        return Role("adamw", "transposed convolution")  # its rows are not its outputs
-    structure = _structure(owners[0])
+        return Role("matrix", "hidden")
+    structure = _structure(p, owners[0], model)
     if structure or isinstance(module, nn.MultiheadAttention | nn.RNNBase):
         return Role("matrix", type(module).__name__, structure)
     return None
 
 
-def _structure(owner: Owner) -> dict[str, Any]:
-    """How torch's own modules store more than one plain matrix in a parameter."""
-    _, module, own = owner
+def _exception(path: str, module: nn.Module, own: str, p: Tensor, model: nn.Module) -> str | None:
+    """Why a parameter with two or more dimensions is no hidden matrix all the same."""
+    if isinstance(module, NORMS):
+        return "norm"
+    if own in ("bias_k", "bias_v"):
+        return "bias"
+    if is_experts(module) and p.ndim == 2:
+        return "vectors of experts"
+    if _is_router(path, model):
+        return "router"
+    if own in STATE_SPACE_NAMES:
+        return "state space"
+    if isinstance(module, CONVOLUTIONS):
+        if 1 < module.groups == module.in_channels:
+            return "depthwise"
+        if STEM_NAMES.intersection(path.split(".")) or path in TOP_LEVEL_STEMS:
+            return "input convolution"
+    if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
+        return "transposed convolution"  # its rows are not its outputs
+    return None
+
+
+def _structure(p: Tensor, owner: Owner, model: nn.Module) -> dict[str, Any]:
+    """How modules store more than one plain matrix, or another orientation, in a parameter."""
+    path, module, own = owner
     if isinstance(module, CONVOLUTIONS):
         return {"view": "conv"} | ({"blocks": module.groups} if module.groups > 1 else {})
     if isinstance(module, nn.MultiheadAttention) and own == "in_proj_weight":
         return {"blocks": 3}
     if isinstance(module, nn.RNNBase) and not own.startswith("weight_hr"):  # hr: the projection
         return {"blocks": RNN_GATES[module.mode]}
-    return {}
+    return structure_of(module, own, p, _parent(path, model))
+
+
+def _parent(path: str, model: nn.Module) -> nn.Module | None:
+    return model.get_submodule(path.rpartition(".")[0]) if path else None
 
 
 def _is_router(path: str, model: nn.Module) -> bool:
-    *above, own = path.split(".")
-    if own in ROUTER_NAMES:
+    if ROUTER_NAMES.intersection(path.split(".")):
         return True
-    siblings = model.get_submodule(".".join(above)).named_children()
-    return own in GATE_NAMES and any("expert" in name for name, _ in siblings)
+    parent = _parent(path, model) if path.rpartition(".")[2] in GATE_NAMES else None
+    return parent is not None and any("expert" in name for name, _ in parent.named_children())

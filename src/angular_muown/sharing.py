@@ -24,7 +24,7 @@ from angular_muown.placement import is_sharded, local
 from angular_muown.recipe import Observer, Recipe
 from angular_muown.spread import Spread, Team, spread_of, team_of_group
 from angular_muown.stages.orthogonalize import SUMMABLE, polar_of_parts
-from angular_muown.stages.tangent import free
+from angular_muown.stages.tangent import Free
 from angular_muown.views import Piece, Stack, kind_of
 
 Update = Callable[[Stack, Recipe, Group], Equation]
@@ -116,7 +116,7 @@ def jobs_of(work: Work) -> list[Job]:
     layout, spread = work.layout, work.spread
     m, n = spread.window.m, spread.window.n
     count = layout.canonical(local(work.parameter)).shape[0]
-    plain = work.recipe.tangent is free
+    plain = type(work.recipe.tangent) is Free
     summable = plain and work.recipe.orthogonalize in SUMMABLE
     found = []
     for b, block in enumerate(layout.grid(m, n)):
@@ -132,12 +132,12 @@ def key_of(works: Sequence[Work]) -> Any:
     """What a plan depends on."""
     return [
         (
-            id(work.parameter),
+            (work.name, work.parameter.shape, work.parameter.dtype),
             work.spread,
             work.layout,
             work.wire,
             work.recipe.orthogonalize,
-            work.recipe.tangent is free,
+            type(work.recipe.tangent) is Free,
             work.group["workspace"],
         )
         for work in works
@@ -159,23 +159,30 @@ class Exchanges:
 
     def __init__(self) -> None:
         self.known: dict[Any, Sharing] = {}
-        self.places: dict[int, tuple[Any, Spread | None]] = {}  # by parameter
+        self.places: dict[
+            tuple[int, int], tuple[Any, Spread | None]
+        ] = {}  # by group and place in it
         self.alike: dict[Any, Spread | None] = {}  # one for all parameters that lie the same way
 
     def works(self, group: Group, index: int, recipe: Recipe, process_group: Any) -> list[Work]:
         """The parameters of a group that lie over ranks, or that ranks have copies of."""
         layout, found = Layout.of(group), []
-        for p, name in zip(group["params"], parameter_names(group, index), strict=True):
+        names = parameter_names(group, index)
+        for at, (p, name) in enumerate(zip(group["params"], names, strict=True)):
             team = None if is_sharded(p) else holders_of_copies(p, process_group)
             if team is None and not is_sharded(p):
                 continue
-            key = (layout, p.device_mesh, p.placements) if is_sharded(p) else (layout, team)
-            known = self.places.get(id(p))
+            key = (
+                (layout, p.device_mesh, p.placements, p.shape)
+                if is_sharded(p)
+                else (layout, team, p.shape)
+            )
+            known = self.places.get((index, at))
             if known is None or known[0] != key:
-                shapes = (*key, p.shape, local(p).shape)
-                if shapes not in self.alike:
-                    self.alike[shapes] = spread_of(p, layout, team, name)
-                known = self.places[id(p)] = (key, self.alike[shapes])
+                alike = (*key, local(p).shape)
+                if alike not in self.alike:
+                    self.alike[alike] = spread_of(p, layout, team, name)
+                known = self.places[index, at] = (key, self.alike[alike])
             if known[1] is not None:
                 found.append(Work(name, p, known[1], layout, recipe, group, index, seed(group)))
         return found

@@ -1,6 +1,7 @@
 """What the tests run over: adding an optimizer means adding a row."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,23 +19,8 @@ from angular_muown import (
 )
 from angular_muown.engine import Engine
 from angular_muown.recipe import Recipe
+from angular_muown.stages.tangent import Constrained
 from tests.reference import angular_muown, muon, muown, rivals
-
-# optimizer, reference, arguments of both
-PARITY: list[tuple[type[Engine], Any, dict[str, Any]]] = [
-    (AngularMuown, angular_muown.AngularMuown, {"lr": 0.02, "warmup_steps": 20}),
-    (AngularMuown, angular_muown.AngularMuown, {"lr": 0.05, "weight_decay": 0.1}),
-    (AngularMuown, angular_muown.AngularMuown, {"lr": 0.02, "tangent_momentum": True}),
-    (AngularMuown, angular_muown.AngularMuown, {"lr": 0.02, "tangent_polar": 2}),
-    (AngularMuown, angular_muown.AngularMuown, {"lr": 0.02, "exact_angle": True}),
-    (AngularMuown, angular_muown.AngularMuown, {"lr": 0.02, "row_beta": 0.95}),
-    (Muown, muown.Muown, {"lr": 0.02}),
-    (NorMuown, muown.NorMuown, {"lr": 0.02}),
-    (Muon, muon.Muon, {"lr": 0.02, "weight_decay": 0.1}),
-    (NorMuon, muon.NorMuon, {"lr": 0.01, "weight_decay": 0.0}),
-    (Hyperball, rivals.Hyperball, {"lr": 0.02}),
-    (MagnitudeDirection, rivals.MagnitudeDirection, {"lr": 0.02, "radius_lr": 0.01}),
-]
 
 
 class TangentMomentum(AngularMuown):
@@ -45,8 +31,10 @@ class TangentMomentum(AngularMuown):
 
 
 class TangentPolar(AngularMuown):
+    """orthogonalize="tangent", with any polar factor inside."""
+
     def recipe(self, group: dict[str, Any]) -> Recipe:
-        return super().recipe({**group, "tangent_polar": 2})
+        return replace(super().recipe(group), tangent=Constrained(group["tangent_steps"]))
 
 
 class ExactAngle(AngularMuown):
@@ -58,6 +46,23 @@ class RowBeta(AngularMuown):
     def recipe(self, group: dict[str, Any]) -> Recipe:
         return super().recipe({**group, "row_beta": 0.95})
 
+
+# optimizer, reference, arguments of both
+PARITY: list[tuple[type[Engine], Any, dict[str, Any]]] = [
+    (AngularMuown, angular_muown.AngularMuown, {"lr": 0.02, "warmup_steps": 20}),
+    (AngularMuown, angular_muown.AngularMuown, {"lr": 0.05, "weight_decay": 0.1}),
+    (AngularMuown, angular_muown.AngularMuown, {"lr": 0.02, "tangent_momentum": True}),
+    (TangentPolar, angular_muown.AngularMuown, {"lr": 0.02, "tangent_steps": 1}),
+    (TangentPolar, angular_muown.AngularMuown, {"lr": 0.02, "tangent_steps": 2}),
+    (AngularMuown, angular_muown.AngularMuown, {"lr": 0.02, "exact_angle": True}),
+    (AngularMuown, angular_muown.AngularMuown, {"lr": 0.02, "row_beta": 0.95}),
+    (Muown, muown.Muown, {"lr": 0.02}),
+    (NorMuown, muown.NorMuown, {"lr": 0.02}),
+    (Muon, muon.Muon, {"lr": 0.02, "weight_decay": 0.1}),
+    (NorMuon, muon.NorMuon, {"lr": 0.01, "weight_decay": 0.0}),
+    (Hyperball, rivals.Hyperball, {"lr": 0.02}),
+    (MagnitudeDirection, rivals.MagnitudeDirection, {"lr": 0.02, "radius_lr": 0.01}),
+]
 
 FUSED: list[type[Engine]] = [AngularMuown, Muown, NorMuown, Muon, NorMuon]  # the kernels know them
 ON_SPHERES: list[type[Engine]] = [Hyperball, MagnitudeDirection]

@@ -96,6 +96,11 @@ class MoE(nn.Module):
         self.head = nn.Linear(8, 3)
 
 
+def test_a_matrix_inside_a_router_is_the_routers() -> None:
+    model = nn.ModuleDict({"router": nn.ModuleDict({"gate": nn.Linear(8, 4)})})
+    assert rules(plan(model, head=None))["router.gate.weight"] == "adamw"
+
+
 def test_routers_and_expert_stacks() -> None:
     groups = plan(MoE(), stacks=["*.experts.up"])
     found = rules(groups)
@@ -105,6 +110,19 @@ def test_routers_and_expert_stacks() -> None:
     assert values_of(groups, "moe.experts.up")["view"] == "stack"
     with pytest.raises(ValueError, match=r"cannot judge 'moe.experts.up' \(4, 16, 8\) in Module"):
         plan(MoE())
+
+
+def test_all_of_a_router_and_the_gate_of_a_shared_expert() -> None:
+    model = nn.ModuleDict(
+        {
+            "router": nn.ModuleDict({"layer": nn.Linear(8, 4)}),
+            "shared_expert": nn.Linear(8, 8),
+            "shared_expert_gate": nn.Linear(8, 1),
+            "head": nn.Linear(8, 3),
+        }
+    )
+    matrices = [name for name, rule in rules(plan(model)).items() if rule == "matrix"]
+    assert matrices == ["shared_expert.weight"]
 
 
 def test_convolutions() -> None:
@@ -190,6 +208,15 @@ def test_frozen_parameters_are_not_planned() -> None:
     model = tiny_lm()
     model.embedding.requires_grad_(False)
     assert "embedding.weight" not in rules(plan(model))
+
+
+def test_a_frozen_head_is_not_missed() -> None:
+    model = tiny_lm()
+    model.requires_grad_(False)
+    model.layers[0].up.requires_grad_(True)
+    assert rules(plan(model)) == {"layers.0.up.weight": "matrix", "layers.0.up.bias": "adamw"}
+    with pytest.raises(ValueError, match=r"head: pattern 'lm_head.weight' matches no trainable"):
+        plan(model, head="lm_head.weight")
 
 
 class Bare(nn.Module):

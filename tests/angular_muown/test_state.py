@@ -165,7 +165,7 @@ def test_loading_says_when_it_changes_kappa_and_the_loaded_value_wins() -> None:
 
 OTHER_METHODS: dict[str, Any] = {
     "exact_angle": True,
-    "tangent_polar": 2,
+    "orthogonalize": "tangent",
     "tangent_momentum": True,
     "row_beta": 0.9,
     "radius": "log_adam",

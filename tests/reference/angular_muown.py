@@ -11,19 +11,22 @@ class AngularMuown:
 
     def __init__(
         self, W: np.ndarray, lr: float, warmup_steps: int = 0, weight_decay: float = 0.0,
-        tangent_momentum: bool = False, tangent_polar: int = 0, exact_angle: bool = False,
+        tangent_momentum: bool = False, tangent_steps: int = 0, exact_angle: bool = False,
         row_beta: float | None = None,
     ):  # fmt: skip
         self.g = np.linalg.norm(W, axis=1)
         self.U = W / self.g[:, None]
         self.M, self.adam = np.zeros_like(W), Adam(len(W))
         self.lr, self.warmup_steps, self.weight_decay, self.t = lr, warmup_steps, weight_decay, 0
-        self.tangent_momentum, self.tangent_polar = tangent_momentum, tangent_polar
+        self.tangent_momentum, self.tangent_steps = tangent_momentum, tangent_steps
+        self.multiplier = np.zeros(len(W))
         self.exact_angle, self.v = exact_angle, None if row_beta is None else np.zeros(len(W))
 
     def direction(self, X: np.ndarray) -> np.ndarray:
-        if self.tangent_polar:
-            return constrained_polar(X, self.U, self.tangent_polar)
+        if self.tangent_steps:
+            at = self.multiplier
+            Q, self.multiplier = constrained_polar(X, self.U, at, self.tangent_steps)
+            return Q
         Q = polar(projected(X, self.U) if self.tangent_momentum else X)
         return Q if self.v is None else row_normalized(Q, self.v)
 

@@ -16,18 +16,20 @@ def rotated(u: np.ndarray, q: np.ndarray, angle: float) -> np.ndarray:
     return np.cos(angle) * u - np.sin(angle) * v / np.linalg.norm(v)
 
 
-def constrained_polar(X: np.ndarray, U: np.ndarray, iterations: int) -> np.ndarray:
-    """Algorithm 2: the dual of max <X, Q> with <Q_i, U_i> = 0, by damped coordinate curvatures."""
-    X = X / np.linalg.norm(X)
-    multiplier = np.array([-x @ u for x, u in zip(X, U, strict=True)])
-    length = 1.0
-    for _ in range(iterations):
+def constrained_polar(
+    X: np.ndarray, U: np.ndarray, multiplier: np.ndarray, steps: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Algorithm 2: the dual of max <X, Q> with <Q_i, U_i> = 0, by damped coordinate curvatures,
+    from the last multiplier. Returns Q and the new one."""
+    X = projected(X, U)
+    X, length = X / np.linalg.norm(X), 1.0
+    for _ in range(steps):
         trial = multiplier - length * _newton_step(X + multiplier[:, None] * U, U)
         if _nuclear(X + trial[:, None] * U) < _nuclear(X + multiplier[:, None] * U):
             multiplier = trial
         else:
             length /= 2
-    return polar(X + multiplier[:, None] * U)
+    return projected(polar(X + multiplier[:, None] * U), U), multiplier
 
 
 def _nuclear(X: np.ndarray) -> float:

@@ -21,7 +21,7 @@ from angular_muown.stages import orthogonalize as polar
 from angular_muown.stages.charts import Flat, Oblique, WeightNorm
 from angular_muown.stages.normalize import AsIs, RowSecondMoment
 from angular_muown.stages.radius import Adam, Fixed, LogAdam
-from angular_muown.stages.tangent import free
+from angular_muown.stages.tangent import Free
 
 SIDE = 16  # sides are multiples of it: loads 16 bytes wide
 LONGEST_ROW = 16384  # a program holds whole rows in registers
@@ -54,7 +54,7 @@ def knows(recipe: Recipe) -> bool:
         and type(recipe.radius) in RADII
         and type(recipe.normalize) in (AsIs, RowSecondMoment)
         and recipe.orthogonalize in ITERATIONS
-        and recipe.tangent is free
+        and type(recipe.tangent) is Free
     )
 
 

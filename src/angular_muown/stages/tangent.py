@@ -4,63 +4,114 @@ Not at all is the paper's practical algorithm. The other two are beyond it.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from angular_muown.stages.charts import nonzero, tangent_part
+from angular_muown.stages.charts import Rows, nonzero, tangent_part
 from angular_muown.stages.orthogonalize import unit
+from angular_muown.stages.sums import WHOLE, Summing, Whole
 
 Polar = Callable[[Tensor], Tensor]
+TANGENT = "tangent"  # the value of `orthogonalize` that asks for `Constrained`
 RIDGE = 0.05  # of the mean singular value: with less, or more, the gap closes more slowly (test)
 
 
-def free(polar: Polar, X: Tensor, U: Tensor) -> Tensor:
-    return polar(X)
+class Free(Summing):
+    rows = ()
+
+    def send(self, X: Tensor, U: Tensor, rows: Rows) -> Tensor:
+        return X
+
+    def __call__(self, polar: Polar, X: Tensor, U: Tensor) -> Tensor:
+        return polar(X)
+
+    def receive(self, Q: Tensor, U: Tensor, rows: Rows) -> Tensor:
+        return Q
 
 
-def projected(polar: Polar, X: Tensor, U: Tensor) -> Tensor:
+class Projected(Free):
     """What the momentum has along its row is left out. Q may still have some of it."""
-    return polar(tangent_part(X, U))
+
+    def __call__(self, polar: Polar, X: Tensor, U: Tensor) -> Tensor:
+        return polar(tangent_part(X, U))
 
 
-def constrained(polar: Polar, X: Tensor, U: Tensor, iterations: int) -> Tensor:
+@dataclass
+class Constrained(Free):
     """max <X, Q> over |Q|_op <= 1, <Q_i, U_i> = 0: the paper's Algorithm 2, by its dual problem.
 
-    Q = polar(X + Diag(l) U), where l minimises the nuclear norm f(l) = |X + Diag(l) U|_*, which is
-    convex, with the gradient h_i = <Q_i, U_i>. l starts where X is tangent. Each iteration costs
-    one polar factor and divides h by f's curvature in l_i, as if there were no other row. A step
-    that does not lower f is taken back, and the next one is half as long.
+    The multiplier of the last step is where this one starts: X changes little from step to step, so
+    one dual step each keeps the multiplier near the solution. What is left of Q along U is dropped.
+    That place is free, in X as in Q: there the multiplier travels to whoever has whole matrices,
+    and back.
     """
-    X = tangent_part(unit(X, 1.0), U)
+
+    steps: int
+    rows = ("multiplier",)
+
+    def send(self, X: Tensor, U: Tensor, rows: Rows) -> Tensor:
+        X = unit(tangent_part(X, U, self.sums), 1.0, self.sums)
+        # A row that wants nothing has the multiplier 0: what it wanted once must not move it now.
+        return X + torch.where(self.sums.row_norm(X) == 0, 0.0, rows["multiplier"]) * U
+
+    def __call__(self, polar: Polar, X: Tensor, U: Tensor) -> Tensor:
+        found = dual_steps(polar, tangent_part(X, U), U, along(X, U), self.steps)
+        return tangent_part(found.Q, U) + found.multiplier * U
+
+    def receive(self, Q: Tensor, U: Tensor, rows: Rows) -> Tensor:
+        rows["multiplier"] = along(Q, U, self.sums)
+        return Q - rows["multiplier"] * U
+
+
+class Dual(NamedTuple):
+    """A point of the dual problem."""
+
+    multiplier: Tensor  # l, (..., m, 1)
+    X: Tensor  # X + Diag(l) U
+    Q: Tensor  # its polar factor
+    value: Tensor  # its nuclear norm, <X + Diag(l) U, Q>, (..., 1, 1)
+
+
+def dual_steps(polar: Polar, X: Tensor, U: Tensor, multiplier: Tensor, steps: int) -> Dual:
+    """Steps of l towards the least nuclear norm f(l) = |X + Diag(l) U|_*, for a tangent X; there
+    Q = polar(X + Diag(l) U) is tangent.
+
+    f is convex and has the gradient h_i = <Q_i, U_i>. Each step costs one polar factor and divides
+    h by f's curvature in l_i, as if there were no other row. A step that does not lower f is taken
+    back, and the next one is half as long.
+    """
+    at = _at(polar, X, U, multiplier)
+    length = torch.ones_like(at.value)
+    for _ in range(steps):
+        new = _at(polar, X, U, at.multiplier - length * _dual_step(at, U))
+        lower = new.value < at.value
+        at = Dual(*(torch.where(lower, a, b) for a, b in zip(new, at, strict=True)))
+        length = torch.where(lower, length, length / 2)
+    return at
+
+
+def along(X: Tensor, U: Tensor, sums: Whole = WHOLE) -> Tensor:
+    """<X_i, U_i>."""
+    return sums.rows(X * U)
+
+
+def _at(polar: Polar, X: Tensor, U: Tensor, multiplier: Tensor) -> Dual:
+    X = X + multiplier * U
     Q = polar(X)
-    f = _inner(X, Q)
-    length = torch.ones_like(f)
-    for _ in range(iterations):
-        X_new = X - length * _dual_step(X, Q, U) * U
-        Q_new = polar(X_new)
-        f_new = _inner(X_new, Q_new)
-        lower = f_new < f
-        X, Q = torch.where(lower, X_new, X), torch.where(lower, Q_new, Q)
-        f, length = torch.where(lower, f_new, f), torch.where(lower, length, length / 2)
-    return Q
+    return Dual(multiplier, X, Q, WHOLE.entries(X * Q))
 
 
-def _inner(X: Tensor, Q: Tensor) -> Tensor:
-    """<X, Q>, which is the nuclear norm of X. Row sums first, as everywhere."""
-    return (X * Q).sum(dim=-1, keepdim=True).sum(dim=-2, keepdim=True)
-
-
-def _dual_step(X: Tensor, Q: Tensor, U: Tensor) -> Tensor:
+def _dual_step(at: Dual, U: Tensor) -> Tensor:
     """h_i / c_i with c_i = e_i^T (X X^T)^(-1/2) e_i of a wide X, u_i^T (X^T X)^(-1/2) u_i of a tall
     one. The root is Q X^T (X^T Q). The ridge keeps small singular values from stopping the step."""
+    X, Q = at.X, at.Q
     m, n = X.shape[-2:]
     root = Q @ X.mT if m <= n else X.mT @ Q
     eye = torch.eye(min(m, n), dtype=X.dtype, device=X.device)
-    ridge = RIDGE / min(m, n) * _inner(X, Q)
+    ridge = RIDGE / min(m, n) * at.value
     inverse = torch.linalg.inv_ex(root + nonzero(ridge) * eye).inverse  # no look from the host
-    if m <= n:
-        c = inverse.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-    else:
-        c = ((U @ inverse) * U).sum(dim=-1, keepdim=True)
-    return (Q * U).sum(dim=-1, keepdim=True) / nonzero(c)
+    c = inverse.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) if m <= n else along(U @ inverse, U)
+    return along(Q, U) / nonzero(c)

@@ -1,0 +1,97 @@
+"""Fine-tune with TRL's SFTTrainer: all weights of a small Llama first, then LoRA adapters only.
+
+python examples/trl_sft.py --steps 40
+"""
+
+import argparse
+import tempfile
+
+import torch
+from datasets import Dataset
+from made_up import sentences
+from peft import LoraConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+
+from angular_muown.integrations.transformers import planned, wsd_arguments
+
+RANK = 4
+
+
+def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    words = sorted({word for text in texts for word in text.replace(".", " .").split()})
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    names = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+
+
+def build_model(vocabulary: int) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    special = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **shape, **heads, **special))
+
+
+def train(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    texts: list[str],
+    steps: int,
+    settings: dict[str, float],
+    lora: LoraConfig | None = None,
+    out: str | None = None,
+    resume: str | None = None,
+) -> SFTTrainer:
+    warmup = steps // 10
+    arguments = SFTConfig(
+        out or tempfile.mkdtemp(),
+        **wsd_arguments(steps, warmup_steps=warmup, decay_steps=steps // 5),
+        per_device_train_batch_size=16,
+        max_length=16,
+        logging_steps=5,
+        save_steps=steps // 2,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        dataloader_pin_memory=False,
+    )
+    trainer = SFTTrainer(
+        model,
+        arguments,
+        train_dataset=Dataset.from_list([{"text": text} for text in texts]),
+        processing_class=tokenizer,
+        peft_config=lora,
+        optimizer_cls_and_kwargs=planned(warmup_steps=warmup, **settings),
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def main(
+    steps: int = 40, out: str | None = None, resume: str | None = None
+) -> tuple[SFTTrainer, SFTTrainer]:
+    """The trainers of both stages, when they are through; `out` and `resume` are the adapters'."""
+    texts = sentences(256)
+    others = [" ".join(text.split()[::-1]) for text in texts]  # what the base has not learnt
+    tokenizer = build_tokenizer(texts)
+    model = build_model(len(tokenizer))
+    full = train(model, tokenizer, texts, steps, {"lr": 0.02, "aux_lr": 5e-3})
+    # A row of B has RANK entries and starts at zero. AdamW at 1e-2 would move it by up to
+    # 1e-2 sqrt(RANK) a step: the same bound for its length.
+    lora = LoraConfig(r=RANK, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    rates = {"lr": 0.02, "radius_lr": 1e-2 * RANK**0.5}
+    return full, train(model, tokenizer, others, steps, rates, lora, out, resume)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--out", help="folder of the adapters' checkpoints")
+    parser.add_argument("--resume", help="a checkpoint of the adapters to go on from")
+    main(**vars(parser.parse_args()))

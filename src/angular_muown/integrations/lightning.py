@@ -1,0 +1,60 @@
+"""Lightning: one optimizer with a schedule per step, and the angle monitor as a callback.
+
+    def configure_optimizers(self):
+        steps = self.trainer.estimated_stepping_batches
+        optimizer = AngularMuown(plan(self), lr=0.02, warmup_steps=100)
+        return per_step(optimizer, partial(wsd, total_steps=steps, warmup_steps=100))
+
+    Trainer(callbacks=[AngleMonitorCallback(every=50)], gradient_clip_val=1.0, ...)
+
+Fabric needs nothing of this: `fabric.setup(model, optimizer)` takes the optimizer as it is.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from angular_muown.integrations.loggers import AngleLog, log_angles
+
+
+def per_step(optimizer: Optimizer, factor: Callable[[int], float]) -> dict[str, Any]:
+    """What `configure_optimizers` returns: the learning rate is multiplied by factor(step).
+
+    Lightning steps a bare scheduler once an epoch, so that warm-up would last for epochs.
+    """
+    scheduler = {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}
+    return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+class AngleMonitorCallback(Callback):
+    """Sends angles, radii and kappa of every `every`-th step to the trainer's loggers."""
+
+    def __init__(self, every: int = 50, prefix: str = "muown", per_parameter: bool = True) -> None:
+        self.settings: dict[str, Any] = {
+            "every": every, "prefix": prefix, "per_parameter": per_parameter,
+        }  # fmt: skip
+        self.logs: list[AngleLog] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        def send(values: dict[str, float], step: int) -> None:
+            for logger in trainer.loggers:  # they write on the first rank only
+                logger.log_metrics(values, step=step)
+
+        # Not earlier: strategies replace parameters, and sharded ones load by a step for show.
+        self.logs = [log_angles(pl_module, o, send, **self.settings) for o in trainer.optimizers]
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._close()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        for log in self.logs:
+            log.close()
+        self.logs = []

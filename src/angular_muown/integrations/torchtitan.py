@@ -1,0 +1,119 @@
+"""torchtitan: AngularMuown and its family as an optimizers container.
+
+    def my_config() -> Trainer.Config:
+        config = llama3_8b()
+        config.optimizer = angular_muown(lr=0.02, warmup_steps=200, aux_lr=3e-4)
+        return config
+
+`plan` sorts the parameters instead of patterns over their names, so one optimizer holds all of
+them: hidden matrices and, for embeddings, head, norms and biases, AdamW.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+from torchtitan.models.common.attention import FusedQKVLinear
+from torchtitan.models.common.moe import GroupedExperts
+
+import angular_muown as family
+from angular_muown.plan import plan
+
+MEMBERS: dict[str, Callable[..., Optimizer]] = {
+    kind.__name__: kind
+    for kind in (family.AngularMuown, family.Muown, family.NorMuown, family.Muon, family.NorMuon)
+}
+HEAD = "lm_head"  # torchtitan's decoders call their output head so
+
+
+class AngularMuownContainer(OptimizersContainer):
+    """One optimizer of the family for each part of the model, its groups made by `plan`."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):
+        member: str = "AngularMuown"
+        """The family's member, by the name of its class."""
+
+        plan: dict[str, Any] = field(default_factory=dict)
+        """Arguments of `angular_muown.plan`, such as aux_lr or overrides."""
+
+    def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
+        if config.param_groups:
+            raise ValueError(
+                f"param_groups={config.param_groups!r}: groups are made by plan here; say what "
+                "differs by plan arguments such as overrides={'*.w2.weight': {'lr': 0.01}}"
+            )
+        self.member, self.plan = config.member, config.plan
+        super().__init__(config, model_parts=model_parts)
+
+    @staticmethod
+    def _resolve_optimizer_factory(name: str) -> Callable[..., Optimizer]:
+        if name not in MEMBERS:
+            raise ValueError(f"member={name!r} must be one of {', '.join(MEMBERS)}")
+        return MEMBERS[name]
+
+    def _build_param_groups(  # pyrefly: ignore[bad-override]
+        self, model: nn.Module, param_group_configs: list[ParamGroupConfig], impl_kwargs: Any
+    ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, list[str]]]:
+        """The base class's static method, with the plan for patterns."""
+        has_head = any(name.startswith(f"{HEAD}.") for name, _ in model.named_parameters())
+        values: dict[str, Any] = {"head": f"{HEAD}.*" if has_head else None, **self.plan}
+        values["blocks"] = {**fused_qkv(model), **values.get("blocks", {})}
+        values.setdefault("stacks", experts(model))
+        groups: list[dict[str, Any]] = [
+            {
+                **impl_kwargs,
+                **group,
+                "params": [p for _, p in group["params"]],
+                "param_names": [canonical_fqn(name) for name, _ in group["params"]],
+            }
+            for group in plan(model, **values)
+        ]
+        described = [group["algorithm"] for group in groups]  # shown in the log
+        return {self.member: groups}, {self.member: described}
+
+
+def fused_qkv(model: nn.Module) -> dict[str, list[int]]:
+    """Row blocks of torchtitan's fused projections, whose rows are q, k, v of each key head in
+    turn. Blocks are contiguous, so the heads that share a key head are a matrix of their own."""
+    blocks = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FusedQKVLinear):
+            size = module.head_dim
+            one = [module.heads_per_kv * size, size, size]
+            rows = module.wqkv.weight.shape[0]
+            blocks[f"{name}.wqkv.weight"] = one * (rows // sum(one))
+    return blocks
+
+
+def experts(model: nn.Module) -> list[str]:
+    """Stacks of matrices, one for each expert."""
+    found = [name for name, module in model.named_modules() if isinstance(module, GroupedExperts)]
+    return [f"{name}.*" for name in found]
+
+
+def angular_muown(
+    lr: float = 0.02,
+    *,
+    member: str = "AngularMuown",
+    aux_lr: float | None = None,
+    aux_weight_decay: float = 0.0,
+    plan: dict[str, Any] | None = None,
+    **settings: Any,
+) -> AngularMuownContainer.Config:
+    """The config to put in the place of `default_adamw(...)`.
+
+    Args:
+        member, settings: a member of the family and its arguments, such as warmup_steps.
+        aux_lr, aux_weight_decay: AdamW's, for what is no hidden matrix; aux_lr None means lr.
+        plan: further arguments of `angular_muown.plan`, such as overrides.
+    """
+    return AngularMuownContainer.Config(
+        member=member,
+        plan={"aux_lr": aux_lr, "aux_weight_decay": aux_weight_decay, **(plan or {})},
+        optimizer_factory_kwargs_by_name={member: {"lr": lr, **settings}},
+    )

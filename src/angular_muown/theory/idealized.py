@@ -1,0 +1,124 @@
+"""Algorithm 2 of the paper as an optimizer: what the convergence theorem is about."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from angular_muown.stages.charts import polar_coordinates
+from angular_muown.stages.sums import WHOLE, row_norm
+from angular_muown.theory.inner_steps import dual_steps
+from angular_muown.theory.manifold import exponential, project, retract, transport
+from angular_muown.theory.tangent import TangentPolar, tangent_polar
+
+Move = Callable[[Tensor, Tensor], Tensor]
+
+RETRACTIONS: dict[str, Move] = {"normalize": retract, "exponential": exponential}
+# M, U, the new U -> M to go on with
+TRANSPORTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "none": lambda M, U, V: M,  # the paper's: M adds up in the ambient space
+    "project": lambda M, U, V: project(M, V),
+    "parallel": transport,
+}
+
+
+class IdealizedAngularMuown(torch.optim.Optimizer):
+    """The directional update with the polar factor kept in the tangent space; row lengths stay.
+
+        T = g (G - r U)                                       tangent gradient
+        M = beta M + (1 - beta) T;  M = T at the first step
+        D = argmin <M, D>  over  |D|_op <= 1, <D_i, U_i> = 0
+        U <- rownormalize(U + lr D)
+
+    Args:
+        params: matrices (..., m, n) without zero rows.
+        lr, momentum: eta and beta; `theorem.parameters` gives the theorem's. For a stack of
+            problems, tensors that broadcast, such as (k, 1, 1).
+        inner_steps: 0 solves for D to `tolerance`; k takes k dual steps from the last multiplier.
+        iterations, tolerance: of `tangent_polar`.
+        retraction: "normalize", or "exponential": along great circles.
+        transport: what carries M to the next point: "none", "project" or "parallel".
+
+    It is apart from the family, whose one `step` starts the momentum at zero and moves the row
+    lengths as well: for proofs and measurements, not for training. AngularMuown's
+    orthogonalize="tangent" is its direction in practice.
+
+    Paper: Huebler, Lion, Orvieto, He: Muown Implicitly Performs Angular Step-size Decay, 2026.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor,
+        momentum: float | Tensor,
+        *,
+        inner_steps: int = 0,
+        iterations: int = 50,
+        tolerance: float = 1e-6,
+        retraction: str = "normalize",
+        transport: str = "none",
+    ) -> None:
+        for name, value, known in (
+            ("retraction", retraction, RETRACTIONS),
+            ("transport", transport, TRANSPORTS),
+        ):
+            if value not in known:
+                raise ValueError(f"{name}={value!r}: it must be one of {', '.join(known)}")
+        if inner_steps < 0 or iterations < 1:
+            raise ValueError(
+                f"inner_steps={inner_steps}, iterations={iterations}: at least 0 and 1 are needed"
+            )
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "inner_steps": inner_steps,
+            "iterations": iterations,
+            "tolerance": tolerance,
+            "retraction": retraction,
+            "transport": transport,
+        }
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for index, group in enumerate(self.param_groups):
+            for number, p in enumerate(group["params"]):
+                if p.grad is not None:
+                    if "momentum_buffer" not in self.state[p]:
+                        _check(p, f"parameter {number} of group {index}")
+                    _advance(p, self.state[p], group)
+        return loss
+
+
+def _check(p: Tensor, name: str) -> None:
+    if p.dim() < 2:
+        raise ValueError(f"{name} has the shape {tuple(p.shape)}: matrices (..., m, n) are needed")
+    if bool((row_norm(p) == 0).any()):
+        raise ValueError(f"{name} has a row of zeros, which has no direction: start elsewhere")
+
+
+def _advance(p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    assert p.grad is not None
+    U, g, r = polar_coordinates(p, p.grad, WHOLE)
+    T = g * (p.grad - r * U)
+    beta = group["momentum"]
+    M = beta * state["momentum_buffer"] + (1 - beta) * T if "momentum_buffer" in state else T
+    found = _direction(M, U, state.get("multiplier"), group)
+    V = RETRACTIONS[group["retraction"]](U, group["lr"] * found.D)
+    state["momentum_buffer"] = TRANSPORTS[group["transport"]](M, U, V)
+    state["multiplier"], state["gap"] = found.multiplier, found.gap
+    p.copy_(g * V)
+
+
+def _direction(
+    M: Tensor, U: Tensor, multiplier: Tensor | None, group: dict[str, Any]
+) -> TangentPolar:
+    if group["inner_steps"]:
+        return dual_steps(M, U, multiplier, group["inner_steps"])
+    return tangent_polar(M, U, group["iterations"], multiplier, group["tolerance"])

@@ -1,0 +1,113 @@
+"""Lightning's Trainer and Fabric, the real ones: one optimizer, schedule per step, resume."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from angular_muown import AngularMuown
+from angular_muown.integrations.lightning import AngleMonitorCallback, per_step
+from tests.integrations.scripts import assert_falls, assert_same_weights, load
+
+# Lightning's own: what it uses of torch, and what it thinks of loaders without workers.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:The dirpath has changed"),
+]
+
+
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("lightning")
+    return {"out": out, **load("lightning_bytes").main(out)}
+
+
+@pytest.mark.parametrize("host", ["lightning", "fabric"])
+def test_the_example_learns_and_resumes_bit_for_bit(example: dict[str, Any], host: str) -> None:
+    assert_falls(example["losses"][host], 0.85)
+    assert_same_weights(example["weights"][host], example["resumed"][host])
+
+
+def test_both_hosts_take_the_same_steps(example: dict[str, Any]) -> None:
+    """Clipping and schedule included: neither adds anything of its own."""
+    assert example["losses"]["lightning"] == example["losses"]["fabric"]
+
+
+def test_the_monitor_reaches_the_logger(example: dict[str, Any]) -> None:
+    logged = {part: _logged(example["out"] / part) for part in ("whole", "resumed")}
+    assert [row["step"] for row in logged["whole"]] == [1, 11, 21, 31, 41, 51]
+    # the resumed half counts on where the first one ended, and so does kappa
+    assert [row["step"] for row in logged["resumed"]] == [31, 41, 51]
+    assert logged["whole"][3:] == logged["resumed"]
+    kappas = [row["muown/kappa"] for row in logged["whole"]]
+    assert kappas[0] == 1.0
+    assert kappas == sorted(kappas, reverse=True)
+    angles = [row["muown/angle_mean/network.mix.weight"] for row in logged["whole"]]
+    assert max(angles) == pytest.approx(0.03, rel=0.1)  # lr at its height
+
+
+def _logged(folder: Path) -> list[dict[str, float]]:
+    with next(folder.glob("log/*/metrics.csv")).open() as file:
+        return [{k: float(v) for k, v in row.items()} for row in csv.DictReader(file)]
+
+
+class Small(pl.LightningModule):
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.layer, self.fails, self.rates = nn.Linear(4, 4, bias=False), fails, []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.fails and batch_idx == 2:
+            raise RuntimeError("on purpose")
+        self.rates.append(self.optimizers().param_groups[0]["lr"])  # pyrefly: ignore
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = AngularMuown(self.layer.parameters(), lr=1.0)
+        return per_step(optimizer, lambda step: 1 / (step + 1))
+
+
+def fit(module: Small, tmp_path: Path, **settings: Any) -> pl.Trainer:
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+        **settings,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=2))
+    return trainer
+
+
+def test_the_schedule_moves_with_the_optimizers_steps(tmp_path: Path) -> None:
+    module = Small()
+    fit(module, tmp_path)
+    assert module.rates == [1, 1 / 2, 1 / 3, 1 / 4]
+    accumulated = Small()
+    fit(accumulated, tmp_path, accumulate_grad_batches=2)
+    assert accumulated.rates == [1, 1, 1 / 2, 1 / 2]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_monitor_takes_its_hooks_off(tmp_path: Path, fails: bool) -> None:
+    module, callback = Small(fails), AngleMonitorCallback(every=1)
+    seen = []
+
+    class Watch(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            seen.append(trainer.optimizers[0])
+
+    settings = {"callbacks": [callback, Watch()]}
+    if fails:
+        with pytest.raises(RuntimeError, match="on purpose"):
+            fit(module, tmp_path, **settings)
+    else:
+        fit(module, tmp_path, **settings)
+    optimizer = seen[0]
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    assert callback.logs == []

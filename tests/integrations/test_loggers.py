@@ -1,0 +1,186 @@
+"""TensorBoard, W&B and trackio, the real ones without a network: angles, radii and kappa."""
+
+import json
+import os
+import sqlite3
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from angular_muown import AngularMuown, plan
+from angular_muown.integrations.loggers import log_angles
+from tests.integrations.scripts import assert_falls, load
+
+BLOCK = 32768  # bytes, in W&B's file
+EVERY, STEPS = 2, 5
+MEASURED = [1, 3, 5]  # of the steps 1 to 5, every second one
+KEYS = ("angle_mean", "row_norm_mean", "kappa", "angle_mean/0.weight", "row_norm_mean/0.weight")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trackio_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """trackio looks for its folder once, when it is imported."""
+    os.environ.setdefault("TRACKIO_DIR", str(tmp_path_factory.mktemp("trackio")))
+
+
+def trackio_rows(project: str) -> dict[int, dict[str, float]]:
+    from trackio.utils import TRACKIO_DIR
+
+    with sqlite3.connect(TRACKIO_DIR / f"{project}.db") as database:
+        rows = database.execute("select step, metrics from metrics order by step").fetchall()
+    database.close()
+    return {step: json.loads(metrics) for step, metrics in rows}
+
+
+def make() -> tuple[nn.Module, AngularMuown]:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
+    return model, AngularMuown(plan(model, head="1.*"), lr=0.1, decay_scale=1.0)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, after: Any = lambda: None) -> None:
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(torch.randn(3, 6)).square().mean().backward()
+        optimizer.step()
+        after()
+
+
+def wanted() -> dict[int, dict[str, float]]:
+    """What a plain function is given, after the same seed as the dashboards."""
+    torch.manual_seed(1)
+    seen: dict[int, dict[str, float]] = {}
+    model, optimizer = make()
+    log_angles(model, optimizer, lambda values, step: seen.update({step: values}), every=EVERY)
+    train(model, optimizer)
+    torch.manual_seed(1)
+    return seen
+
+
+def test_a_function_gets_values_and_steps() -> None:
+    seen = wanted()
+    assert list(seen) == MEASURED
+    assert {f"muown/{key}" for key in KEYS} <= seen[1].keys()
+    assert [seen[t]["muown/kappa"] for t in MEASURED] == [1.0, 1 / 3, 1 / 5]
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    expected = wanted()
+    model, optimizer = make()
+    with SummaryWriter(str(tmp_path)) as writer:
+        log_angles(model, optimizer, writer, every=EVERY)
+        train(model, optimizer)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    for key in KEYS:
+        scalars = events.Scalars(f"muown/{key}")
+        assert [s.step for s in scalars] == MEASURED
+        values = [expected[t][f"muown/{key}"] for t in MEASURED]
+        assert [s.value for s in scalars] == pytest.approx(values)
+
+
+def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The values join the user's rows, however often those are logged; none is lost."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    import wandb
+
+    expected = wanted()
+    model, optimizer = make()
+    run = wandb.init(project="test", dir=str(tmp_path))
+    log_angles(model, optimizer, run, every=EVERY)
+    train(model, optimizer, after=lambda: [run.log({"loss": 1.0}) for _ in range(3)])
+    run.finish()
+    wandb.teardown()  # the file is written by another process, which this waits for
+    rows = _wandb_rows(next(tmp_path.rglob("*.wandb")))
+    assert sum("loss" in row for row in rows) == 3 * STEPS
+    found = {int(row["muown/step"]): row for row in rows if "muown/step" in row}
+    assert list(found) == MEASURED
+    assert all("loss" in row for row in found.values())
+    for step, values in expected.items():
+        assert {k: found[step][k] for k in values} == pytest.approx(values)
+
+
+def _wandb_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows in a run's file: protobuf records, cut like LevelDB's log into pieces of blocks."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, rows, at, pending = path.read_bytes(), [], 7, b""  # 7: the file's own header
+    while at + 7 <= len(data):
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        pending += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        room = BLOCK - at % BLOCK
+        at += room if room < 7 else 0  # no header fits: the rest of a block is padding
+        if kind in (1, 4):  # a whole record, or the last piece of one
+            record = Record.FromString(pending)
+            items, pending = record.history.item, b""
+            row = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items}
+            rows.extend([row] if row else [])
+    return rows
+
+
+def test_trackio_on_disk() -> None:
+    import trackio
+
+    expected = wanted()
+    model, optimizer = make()
+    run = trackio.init(project="test", embed=False)
+    log_angles(model, optimizer, run, every=EVERY)
+    train(model, optimizer)
+    trackio.finish()
+    assert trackio_rows("test") == expected
+
+
+@pytest.mark.parametrize("to", ["tensorboard", "wandb", "trackio"])
+def test_the_example_writes_and_learns(
+    to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}.items():
+        monkeypatch.setenv(name, value)
+    assert_falls(load("angle_logs").main(tmp_path, to=to, steps=40), 0.5)
+    if to == "trackio":
+        assert list(trackio_rows("angles")) == [1, 11, 21, 31]
+    else:
+        assert [*tmp_path.rglob({"tensorboard": "*.tfevents.*", "wandb": "*.wandb"}[to])]
+
+
+def test_another_optimizer_is_counted_by_its_own_steps() -> None:
+    model, _ = make()
+    seen: list[int] = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    log = log_angles(model, optimizer, lambda values, step: seen.append(step), every=EVERY)
+    train(model, optimizer)
+    assert seen == MEASURED
+    log.close()
+    train(model, optimizer)
+    assert seen == MEASURED
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_without_parameters_only_the_means() -> None:
+    model, optimizer = make()
+    seen: dict[str, float] = {}
+    log_angles(model, optimizer, lambda v, step: seen.update(v), per_parameter=False, prefix="a")
+    train(model, optimizer)
+    assert {"a/angle_mean", "a/angle_max", "a/row_norm_mean", "a/kappa"} <= seen.keys()
+    assert all(key.count("/") == 1 for key in seen)
+
+
+def test_no_writer_measures_and_writes_nothing() -> None:
+    model, optimizer = make()
+    log = log_angles(model, optimizer, None)
+    train(model, optimizer)
+    assert log.monitor.steps == STEPS
+
+
+def test_something_else_is_refused() -> None:
+    model, optimizer = make()
+    with pytest.raises(TypeError, match="writer=3 has neither add_scalar"):
+        log_angles(model, optimizer, 3)
+    assert not optimizer._optimizer_step_pre_hooks  # and nothing is left behind

@@ -1,0 +1,243 @@
+"""Where the parameters of real model classes land, and that what is planned is what is meant.
+
+The table says it for everything with two or more dimensions, in the words of the plan's own
+columns; vectors and scalars are AdamW's throughout.
+"""
+
+from fnmatch import fnmatchcase
+
+import pytest
+import torch
+from torch import nn
+from transformers import CLIPConfig, CLIPModel, Conv1D, LlamaConfig, LlamaModel
+
+from angular_muown import AngularMuown, plan
+from tests.integrations.tiny_models import DECODER, ENCODER, MODELS, build, loss_of
+
+HIDDEN, EMBEDDING = ("matrix", "whole", "hidden"), ("adamw", "", "embedding")
+HEAD, TIED, ROUTER = ("adamw", "", "head"), ("adamw", "", "tied head"), ("adamw", "", "router")
+DEPTHWISE, VECTORS = ("adamw", "", "depthwise"), ("adamw", "", "vectors of experts")
+CONV, TURNED = ("matrix", "conv", "Conv2d"), ("matrix", "transposed", "Conv1D")
+
+DECODER_TABLE = {
+    "model.embed_tokens.weight": EMBEDDING,
+    "lm_head.weight": HEAD,
+    "model.layers.?.self_attn.[qkvo]_proj.weight": HIDDEN,
+}
+MLP = {"model.layers.?.mlp.*_proj.weight": HIDDEN}
+BERT = {
+    "bert.embeddings.*.weight": EMBEDDING,
+    "bert.encoder.layer.?.attention.self.*.weight": HIDDEN,
+    "bert.encoder.layer.?.*.dense.weight": HIDDEN,
+}
+
+
+def experts(kind: str, up: str, down: str) -> dict[str, tuple[str, str, str]]:
+    return {
+        "model.layers.?.mlp.experts.gate_up_proj": ("matrix", up, kind),
+        "model.layers.?.mlp.experts.down_proj": ("matrix", down, kind),
+    }
+
+
+TABLE = {
+    "llama": {**DECODER_TABLE, **MLP},
+    "qwen2": {
+        "model.embed_tokens.weight": TIED,
+        "model.layers.?.self_attn.[qkvo]_proj.weight": HIDDEN,
+        **MLP,
+    },
+    "qwen3_moe": {
+        **DECODER_TABLE,
+        "model.layers.?.mlp.gate.weight": ROUTER,
+        **experts("Qwen3MoeExperts", "stack, 2 x rows", "stack"),
+    },
+    "mixtral": {
+        **DECODER_TABLE,
+        "model.layers.?.mlp.gate.weight": ROUTER,
+        **experts("MixtralExperts", "stack, 2 x rows", "stack"),
+    },
+    "gpt_oss": {  # gate and up rows take turns, so they are no blocks
+        **DECODER_TABLE,
+        "model.layers.?.mlp.router.weight": ROUTER,
+        "model.layers.?.mlp.experts.*_bias": VECTORS,
+        **experts("GptOssExperts", "stack, transposed", "stack, transposed"),
+    },
+    "gpt2": {
+        "transformer.wte.weight": TIED,
+        "transformer.wpe.weight": EMBEDDING,
+        "transformer.h.?.attn.c_attn.weight": ("matrix", "transposed, 3 x rows", "Conv1D"),
+        "transformer.h.?.attn.c_proj.weight": TURNED,
+        "transformer.h.?.mlp.*.weight": TURNED,
+    },
+    "bert_mlm": {
+        "bert.embeddings.word_embeddings.weight": TIED,
+        "bert.embeddings.[pt]*.weight": EMBEDDING,
+        **dict(list(BERT.items())[1:]),
+        "cls.predictions.transform.dense.weight": HIDDEN,
+    },
+    "bert_classes": {**BERT, "bert.pooler.dense.weight": HIDDEN, "classifier.weight": HEAD},
+    "t5": {
+        "shared.weight": TIED,
+        "*.relative_attention_bias.weight": EMBEDDING,
+        "*coder.block.?.layer.?.*Attention.[qkvo].weight": HIDDEN,
+        "*coder.block.?.layer.?.DenseReluDense.w[io].weight": HIDDEN,
+    },
+    "mamba2": {
+        "backbone.embeddings.weight": EMBEDDING,
+        "backbone.layers.?.mixer.conv1d.weight": DEPTHWISE,
+        "backbone.layers.?.mixer.*_proj.weight": HIDDEN,
+        "lm_head.weight": HEAD,
+    },
+    "mamba": {
+        "backbone.embeddings.weight": TIED,
+        "backbone.layers.?.mixer.conv1d.weight": DEPTHWISE,
+        "backbone.layers.?.mixer.A_log": ("adamw", "", "state space"),
+        "backbone.layers.?.mixer.*_proj.weight": HIDDEN,
+    },
+    "vit": {
+        "vit.embeddings.*": EMBEDDING,
+        "vit.layers.?.attention.*.weight": HIDDEN,
+        "vit.layers.?.mlp.*.weight": HIDDEN,
+        "classifier.weight": HEAD,
+    },
+    "resnet": {
+        "resnet.embedder.*.convolution.weight": ("adamw", "", "input convolution"),
+        "resnet.encoder.*.convolution.weight": CONV,
+        "classifier.1.weight": HEAD,
+    },
+    "convnext": {
+        "convnext.embeddings.patch_embeddings.weight": EMBEDDING,
+        "*.dwconv.weight": DEPTHWISE,
+        "*.pwconv?.weight": HIDDEN,
+        "*.downsampling_layer.1.weight": CONV,
+        "classifier.weight": HEAD,
+    },
+}
+
+
+def landed(model: nn.Module) -> dict[str, tuple[str, str, str]]:
+    """name -> rule, cut and reason, as the printed table has them."""
+    groups = plan(model)
+    rows = [groups._line(name, p, group) for group in groups for name, p in group["params"]]
+    return {name: (rule, cut, why) for name, _, rule, cut, _, _, why in rows}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_where_parameters_land(name) -> None:
+    model, used = build(name), set()
+    found = landed(model)
+    parameters = dict(model.named_parameters())
+    assert found.keys() == parameters.keys(), "each exactly once, tied ones under one name"
+    for key, p in parameters.items():
+        if p.ndim < 2:
+            assert found[key][0] == "adamw", key
+            continue
+        matching = [pattern for pattern in TABLE[name] if fnmatchcase(key, pattern)]
+        assert len(matching) == 1, f"{key} is described by {matching}"
+        assert found[key] == TABLE[name][matching[0]], key
+        used.update(matching)
+    assert used == TABLE[name].keys()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_few_steps_lower_the_loss(name) -> None:
+    model = build(name)
+    optimizer = AngularMuown(plan(model, aux_lr=3e-3), lr=0.01)
+    first = loss_of(model, name)
+    for _ in range(8):
+        optimizer.zero_grad()
+        loss_of(model, name).backward()
+        optimizer.step()
+    assert loss_of(model, name) < first
+
+
+def step_with(model: nn.Module, gradients: dict[str, torch.Tensor], **how) -> None:
+    """Two steps, so that momentum counts as well."""
+    optimizer = AngularMuown(plan(model, **how), lr=0.1)
+    for factor in (1.0, -0.3):
+        for name, p in model.named_parameters():
+            p.grad = factor * gradients[name]
+        optimizer.step()
+
+
+def test_a_transposed_fused_layer_moves_as_three_linear_ones() -> None:
+    """The law behind GPT-2's row of the table."""
+    attention = build("gpt2").transformer.h[0].attn
+    fused = nn.ModuleDict({"attn": attention})
+    gradients = {name: torch.randn_like(p) for name, p in fused.named_parameters()}
+    apart = nn.ModuleDict({key: nn.Linear(16, 16, bias=False) for key in "qkv"})
+    own = {}
+    for i, layer in enumerate(apart):
+        columns = slice(16 * i, 16 * i + 16)
+        apart[layer].weight = nn.Parameter(attention.c_attn.weight[:, columns].T.clone())
+        own[f"{layer}.weight"] = gradients["attn.c_attn.weight"][:, columns].T
+    step_with(fused, gradients, head=None)
+    step_with(apart, own, head=None)
+    together = torch.cat([layer.weight for layer in apart.values()]).T
+    torch.testing.assert_close(attention.c_attn.weight, together)
+
+
+@pytest.mark.parametrize(("name", "turned"), [("mixtral", False), ("gpt_oss", True)])
+def test_a_stack_of_experts_moves_as_its_experts(name, turned) -> None:
+    experts = build(name).model.layers[0].mlp.experts
+    stack = nn.ModuleDict({"experts": experts})
+    gradients = {f"experts.{own}": torch.randn_like(p) for own, p in experts.named_parameters()}
+    weights, own_gradients = {}, {}
+    for own in ("gate_up_proj", "down_proj"):
+        halves = 2 if own == "gate_up_proj" and not turned else 1
+        for i, (W, G) in enumerate(
+            zip(getattr(experts, own), gradients[f"experts.{own}"], strict=True)
+        ):
+            parts = zip(*((X.T if turned else X).chunk(halves) for X in (W, G)), strict=True)
+            for j, (part, gradient) in enumerate(parts):
+                key = f"{own}{i}{j}"
+                weights[key] = nn.Linear(*part.shape[::-1], bias=False)
+                weights[key].weight = nn.Parameter(part.detach().clone())
+                own_gradients[f"{key}.weight"] = gradient
+    apart = nn.ModuleDict(weights)
+    step_with(stack, gradients, head=None)
+    step_with(apart, own_gradients, head=None)
+    for own in ("gate_up_proj", "down_proj"):
+        for i, W in enumerate(getattr(experts, own)):
+            parts = [layer.weight for key, layer in apart.items() if key.startswith(f"{own}{i}")]
+            torch.testing.assert_close(W.T if turned else W, torch.cat(parts))
+
+
+def test_cross_attention_of_gpt2_fuses_two() -> None:
+    found = landed(build("gpt2", add_cross_attention=True))
+    assert found["transformer.h.0.crossattention.c_attn.weight"][1] == "transposed, 2 x rows"
+    assert found["transformer.h.0.crossattention.q_attn.weight"][1] == "transposed"
+
+
+def test_a_conv1d_elsewhere_is_turned_and_whole() -> None:
+    model = nn.ModuleDict({"c_attn": Conv1D(48, 16), "head": nn.Linear(16, 2)})
+    assert landed(model)["c_attn.weight"] == TURNED
+
+
+def test_what_the_caller_says_of_a_stack_keeps_what_its_module_says() -> None:
+    model = build("mixtral")
+    groups = plan(model, stacks=["*.gate_up_proj"])
+    values = next(g for g in groups for name, _ in g["params"] if name.endswith("gate_up_proj"))
+    assert (values["view"], values["blocks"]) == ("stack", 2)
+
+
+class Unknown(nn.Module):
+    """Experts that say nothing of their layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 16, 32))
+        self.lm_head = nn.Linear(16, 3)
+
+
+def test_what_nobody_declares_is_an_error_with_the_remedy() -> None:
+    with pytest.raises(ValueError, match=r"'gate_up_proj' \(4, 16, 32\) in Unknown.*stacks=\["):
+        plan(Unknown())
+    assert plan(Unknown(), stacks="gate_up_proj", transposed="gate_up_proj")
+    text = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 1, **ENCODER}
+    vision = {"image_size": 32, "patch_size": 8, **ENCODER}
+    two_towers = CLIPModel(CLIPConfig(text_config=text, vision_config=vision))
+    for model in (LlamaModel(LlamaConfig(**DECODER)), two_towers):
+        with pytest.raises(ValueError, match=r"no output head in .*head=None"):
+            plan(model)
+        assert plan(model, head=None)

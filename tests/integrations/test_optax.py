@@ -1,0 +1,241 @@
+"""The optax transformation has the torch optimizer's numbers; stacks, jit, sharding, labels."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from jax import Array
+
+from angular_muown import AngularMuown, wsd
+from angular_muown.integrations.optax import angular_muown, label, with_adamw
+from tests.integrations.scripts import assert_falls, load
+
+STEPS = 100
+PRUNED = 40  # the step after which a row is set to zero from outside
+SHAPES = [(8, 16), (24, 10), (2, 2, 6, 9)]
+DTYPES = ("float32", "float64")
+KAPPA = {"warmup_steps": 10, "decay_scale": 0.05, "decay_degree": 0.7}
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {
+        "nesterov": False,
+        "scale": "adam_rms",
+        "weight_decay": 0.3,
+        "betas": (0.8, 0.99),
+        "eps": 1e-3,
+    },
+]
+
+
+class Problem(NamedTuple):
+    """A regression with a row at zero and one that soon crosses it. Its gradient comes with noise,
+    without which momenta become nearly singular: then the polar factor, in either library, makes
+    much of rounding."""
+
+    W: Any
+    X: Any
+    Y: Any
+    noise: Any
+
+    @staticmethod
+    def of(shape: tuple[int, ...], dtype: str) -> "Problem":
+        rng = np.random.default_rng(1)
+        W = rng.standard_normal(shape) / 4
+        W[..., 0, :] = 0
+        W[..., 1, :] *= 0.01
+        X = rng.standard_normal((*shape[:-2], shape[-1], 64))
+        Y = rng.standard_normal((*shape[:-2], shape[-2], 64))
+        noise = rng.standard_normal((STEPS, *shape)) / 50
+        return Problem(*(A.astype(dtype) for A in (W, X, Y, noise)))
+
+
+PROBLEMS = {dtype: [Problem.of(shape, dtype) for shape in SHAPES] for dtype in DTYPES}
+
+
+def by_torch(problems: list[Problem], rate: Callable[[int], float], **values: Any) -> list[Any]:
+    tensors = [Problem(*map(torch.tensor, problem)) for problem in problems]
+    params = [torch.nn.Parameter(problem.W) for problem in tensors]
+    groups = [{"params": [p], "view": "stack" if p.ndim > 2 else "matrix"} for p in params]
+    optimizer = AngularMuown(groups, **values)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    for t in range(STEPS):
+        optimizer.zero_grad()
+        for p, (_, X, Y, noise) in zip(params, tensors, strict=True):
+            ((p @ X - Y).square().mean() + (p * noise[t]).sum()).backward()
+        optimizer.step()
+        scheduler.step()
+        if t == PRUNED:
+            for p in params:
+                p.data[..., 2, :] = 0
+    return [p.detach().numpy() for p in params]
+
+
+def by_jax(problems: list[Problem], transformation: Any) -> list[Any]:
+    traced = []
+
+    def loss(params: list[Array], t: Array) -> Array:
+        terms = [
+            jnp.square(W @ X - Y).mean() + (W * jnp.asarray(noise)[t]).sum()
+            for W, (_, X, Y, noise) in zip(params, problems, strict=True)
+        ]
+        return jnp.stack(terms).sum()
+
+    @jax.jit
+    def step(params: list[Array], state: Any, t: Array) -> tuple[Any, Any]:
+        traced.append(1)
+        updates, state = transformation.update(jax.grad(loss)(params, t), state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = [jnp.asarray(problem.W) for problem in problems]
+    state = transformation.init(params)
+    for t in range(STEPS):
+        params, state = step(params, state, t)
+        if t == PRUNED:
+            params = [W.at[..., 2, :].set(0) for W in params]
+    assert len(traced) == 1  # a step is compiled once: nothing of it depends on the step's number
+    return [np.asarray(W) for W in params]
+
+
+def assert_close(ours: list[Any], wanted: list[Any], atol: float) -> None:
+    for a, b in zip(ours, wanted, strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("orthogonalize", ["polar_express", "newton_schulz"])
+def test_parity_in_float32(orthogonalize: str) -> None:
+    problems = PROBLEMS["float32"]
+    wanted = by_torch(problems, lambda t: 1.0, lr=0.02, orthogonalize=orthogonalize, **KAPPA)
+    ours = by_jax(problems, angular_muown(0.02, orthogonalize=orthogonalize, **KAPPA))
+    assert_close(ours, wanted, 1e-5)
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_parity_in_float64_with_the_exact_polar_factor(settings: dict[str, Any]) -> None:
+    """With a schedule of lr, which kappa multiplies, and radii that have their own rate."""
+    problems, values = PROBLEMS["float64"], {"orthogonalize": "svd", **KAPPA, **settings}
+    rate = partial(wsd, total_steps=STEPS, warmup_steps=10, decay_steps=20)
+    wanted = by_torch(problems, rate, lr=0.02, radius_lr=0.01, **values)
+    factors = np.array([rate(t) for t in range(STEPS)])
+    with jax.enable_x64(True):
+        factor = jnp.asarray(factors)
+        transformation = angular_muown(
+            lambda t: 0.02 * factor[t], radius_learning_rate=lambda t: 0.01 * factor[t], **values
+        )
+        ours = by_jax(problems, transformation)
+    assert_close(ours, wanted, 1e-12)
+
+
+def one_update(W: Array, G: Array, **values: Any) -> Array:
+    transformation = angular_muown(0.1, **values)
+    return jax.jit(transformation.update)(G, transformation.init(W), W)[0]
+
+
+def test_a_kernel_stored_in_by_out_is_the_transposed_matrix() -> None:
+    W, X, *_ = Problem.of((5, 7), "float32")
+    W, G = jnp.asarray(W), jnp.asarray(X[:5, :7])
+    ours = one_update(W.T, G.T, transposed=True)
+    np.testing.assert_allclose(ours.T, one_update(W, G), rtol=0, atol=1e-6)
+    assert not np.allclose(ours.T, one_update(W.T, G.T).T)
+
+
+def test_a_16_bit_weight_gets_its_step_in_float32() -> None:
+    W, X, *_ = Problem.of((5, 7), "float32")
+    half, G = jnp.asarray(W, jnp.bfloat16), jnp.asarray(X[:5, :7])
+    ours = one_update(half, G.astype(jnp.bfloat16))
+    assert ours.dtype == jnp.float32
+    exact = one_update(half.astype(jnp.float32), G.astype(jnp.bfloat16).astype(jnp.float32))
+    np.testing.assert_array_equal(ours, exact)
+
+
+def test_a_whole_model_with_adamw_has_the_torch_optimizers_numbers() -> None:
+    rng = np.random.default_rng(0)
+    shapes = {"embed": (11, 6), "hidden": (6, 12), "bias": (12,), "head": (12, 3)}
+    params = {name: rng.standard_normal(shape).astype("float32") for name, shape in shapes.items()}
+    torch_params = {name: torch.nn.Parameter(torch.tensor(W)) for name, W in params.items()}
+    hidden = torch_params.pop("hidden")
+    rest = {"params": [*torch_params.values()], "algorithm": "adamw", "lr": 3e-3}
+    optimizer = AngularMuown(
+        [{"params": [hidden], "transposed": True}, {**rest, "weight_decay": 0.1}], lr=0.02
+    )
+    labels = partial(label, rules={"embed": "adamw", "head": "adamw", "*": "transposed"})
+    transformation = with_adamw(0.02, labels, aux_learning_rate=3e-3, aux_weight_decay=0.1)
+    ours = jax.tree.map(jnp.asarray, params)
+    state = transformation.init(ours)
+    update = jax.jit(transformation.update)
+    for _ in range(20):
+        gradients = {n: rng.standard_normal(s).astype("float32") for n, s in shapes.items()}
+        updates, state = update(gradients, state, ours)
+        ours = optax.apply_updates(ours, updates)
+        for name, p in {**torch_params, "hidden": hidden}.items():
+            p.grad = torch.tensor(gradients[name])
+        optimizer.step()
+    for name, p in {**torch_params, "hidden": hidden}.items():
+        np.testing.assert_allclose(ours[name], p.detach().numpy(), rtol=0, atol=1e-5)
+
+
+def test_what_cannot_be_meant_is_an_error() -> None:
+    params = {"layer": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}}
+    assert label(params, {"*/kernel": "transposed"})["layer"]["bias"] == "adamw"
+    with pytest.raises(ValueError, match=r"no rule for parameter 'layer/kernel' \(shape \(2, 3\)"):
+        label(params, {"head/*": "adamw"})
+    with pytest.raises(ValueError, match="must be one of matrix, transposed, adamw"):
+        label(params, {"*": "muon"})
+    with pytest.raises(ValueError, match=r"'layer/bias' .* label it 'adamw'"):
+        angular_muown().init(params)
+    with pytest.raises(ValueError, match=r"orthogonalize='gram' is not valid: .*polar_express"):
+        angular_muown(orthogonalize="gram")
+    transformation = angular_muown()
+    state = transformation.init(jnp.ones((2, 3)))
+    with pytest.raises(ValueError, match=r"update\(gradients, state, params\)"):
+        transformation.update(jnp.ones((2, 3)), state)
+
+
+SHARDED = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from angular_muown.integrations.optax import angular_muown
+
+assert jax.device_count() == 2
+mesh = jax.make_mesh((2,), ("stack",))
+spread = NamedSharding(mesh, PartitionSpec("stack"))
+W, G = (jax.random.normal(jax.random.key(i), (4, 12, 8)) for i in range(2))
+optimizer = angular_muown(0.02)
+alone, _ = jax.jit(optimizer.update)(G, optimizer.init(W), W)
+W, G = (jax.device_put(X, spread) for X in (W, G))
+state = jax.jit(optimizer.init)(W)
+state = state._replace(moments=jax.device_put(state.moments, spread))
+compiled = jax.jit(optimizer.update).lower(G, state, W).compile()
+updates, state = compiled(G, state, W)
+assert updates.sharding.is_equivalent_to(spread, 3), updates.sharding
+assert state.moments.exp_avg.sharding.is_equivalent_to(spread, 3)
+np.testing.assert_allclose(updates, alone, rtol=0, atol=1e-6)
+talks = [word for word in ("all-gather", "all-reduce", "all-to-all") if word in compiled.as_text()]
+assert not talks, talks
+"""
+
+
+def test_a_stack_spread_over_devices_is_stepped_where_it_lies() -> None:
+    environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", SHARDED], capture_output=True, text=True,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+
+
+def test_the_flax_example_learns_and_resumes_bit_for_bit(tmp_path: Path) -> None:
+    result = load("flax_mlp").main(tmp_path, steps=40)
+    assert_falls(result["losses"], 0.1)
+    same = jax.tree.map(np.array_equal, result["params"], result["resumed"])
+    assert all(jax.tree.leaves(same)), same

@@ -1,0 +1,106 @@
+"""transformers' Trainer: the example pre-trains, goes on after an interruption bit for bit, and
+fine-tunes from a checkpoint."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Trainer, get_scheduler
+
+from angular_muown import AngularMuown, Muon
+from angular_muown.integrations.transformers import PlannedOptimizer, planned, wsd_arguments
+from tests.angular_muown.models import tiny_lm
+from tests.integrations.example_scripts import example
+
+CLASSES = {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM}
+STEPS = 40
+
+
+def losses(trainer: Trainer) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in trainer.state.log_history if "loss" in line}
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2"])
+def run(request, tmp_path_factory):
+    out = tmp_path_factory.mktemp(request.param)
+    return request.param, out, example("hf_pretrain").main(request.param, STEPS, str(out))
+
+
+def test_pre_training(run) -> None:
+    name, _, trainer = run
+    found = losses(trainer)
+    assert found[STEPS] < 0.7 * found[5]
+    optimizer = trainer.optimizer.optimizer  # accelerate's wrapper is outside
+    assert type(optimizer) is AngularMuown
+    rules = {name: g["algorithm"] for g in optimizer.param_groups for name in g["param_names"]}
+    assert rules["model.embed_tokens.weight"] == "adamw"
+    assert rules["model.layers.0.mlp.up_proj.weight"] == "matrix"
+    assert ("lm_head.weight" in rules) == (name == "llama"), "Qwen2's head is tied here"
+    steps = {group["step"] for group in optimizer.param_groups}
+    assert steps == {STEPS}, "kappa counts steps, not micro-batches"
+
+
+def test_resume_equals_the_uninterrupted_run(run, tmp_path) -> None:
+    name, out, whole = run
+    checkpoint = out / f"checkpoint-{STEPS // 2}"
+    again = example("hf_pretrain").main(name, STEPS, str(tmp_path), resume=str(checkpoint))
+    assert losses(again) == losses(whole)
+    for (key, p), q in zip(again.model.named_parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(p, q), key
+
+
+def test_fine_tuning_starts_where_the_checkpoint_stands(run, tmp_path) -> None:
+    name, out, before = run
+    model = CLASSES[name].from_pretrained(out / f"checkpoint-{STEPS}")
+    after = losses(example("hf_pretrain").main(name, STEPS, str(tmp_path), model=model))
+    assert after[5] < 1.05 * losses(before)[STEPS]
+    assert after[STEPS] < 0.95 * after[5]
+
+
+def test_wsd_is_linear_on_both_sides() -> None:
+    arguments = wsd_arguments(20, warmup_steps=4, decay_steps=5)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler = get_scheduler(
+        arguments["lr_scheduler_type"],
+        optimizer,
+        num_warmup_steps=arguments["warmup_steps"],
+        num_training_steps=arguments["max_steps"],
+        scheduler_specific_kwargs=arguments["lr_scheduler_kwargs"],
+    )
+    for step in range(21):
+        assert scheduler.get_last_lr()[0] == pytest.approx(min(step / 4, 1.0, (20 - step) / 5))
+        optimizer.step()
+        scheduler.step()
+
+
+@pytest.mark.parametrize("steps", [(4, 7), (-1, 2), (0, 11)])
+def test_wsd_that_does_not_fit(steps) -> None:
+    warmup, decay = steps
+    with pytest.raises(ValueError, match=f"warmup_steps={warmup} and decay_steps={decay} do not"):
+        wsd_arguments(10, warmup, decay)
+
+
+def test_settings_reach_the_plan_and_the_optimizer() -> None:
+    settings = {"blocks": {"*.qkv.weight": 3}, "aux_lr": 1e-3, "lr": 0.01, "momentum": 0.8}
+    factory, arguments = planned(Muon, **settings)
+    optimizer = factory()(tiny_lm(), **arguments)
+    assert type(optimizer) is Muon
+    groups = {name: group for group in optimizer.param_groups for name in group["param_names"]}
+    assert groups["layers.0.attn.qkv.weight"]["blocks"] == 3
+    assert groups["layers.0.attn.qkv.weight"]["lr"] == 0.01
+    assert groups["embedding.weight"]["lr"] == 1e-3
+    assert {group["momentum"] for group in optimizer.param_groups} == {0.8}
+    with pytest.raises(TypeError, match="learning_rate"):
+        PlannedOptimizer()(tiny_lm(), learning_rate=0.01)
+
+
+def test_the_host_is_not_imported() -> None:
+    code = (
+        "import sys, angular_muown\n"
+        "assert not any('integrations' in name for name in sys.modules)\n"
+        "import angular_muown.integrations.transformers\n"
+        "assert not {'transformers', 'accelerate', 'peft', 'trl'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
