@@ -3,16 +3,18 @@
 import gc
 import inspect
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils import deterministic
 
 import angular_muown as library
-from angular_lab.models import LanguageModel, build_model
+from angular_lab.models import LanguageModel, build_model, tensor_parallel
 from angular_lab.ranks import Ranks
 from angular_lab.spec import OptimSpec, Spec
 from angular_muown import cosine, plan, wsd
@@ -37,16 +39,37 @@ def make_model(spec: Spec, ranks: Ranks) -> LanguageModel:
     return model.to(ranks.device)
 
 
+def tensor_ranks(spec: Spec, ranks: Ranks) -> Ranks:
+    """Ranks that know how many of them divide a layer: none where there is only one."""
+    if ranks.world == 1 or spec.tensor == 1:
+        return ranks
+    if ranks.world % spec.tensor:
+        raise ValueError(f"tensor={spec.tensor} does not divide the number of ranks, {ranks.world}")
+    if spec.parallel == "ddp" and ranks.world > spec.tensor:
+        raise ValueError(
+            f"parallel=ddp with tensor={spec.tensor} on {ranks.world} ranks: DDP takes whole "
+            "weights; set parallel=fsdp"
+        )
+    tensor_parallel.check(spec.model, spec.tensor)
+    return replace(ranks, tensor=spec.tensor)
+
+
 def parallelize(model: LanguageModel, spec: Spec, ranks: Ranks) -> nn.Module:
     """What the loop calls: the model, spread over the ranks and compiled as the spec says."""
     spread: nn.Module = model
-    if ranks.world > 1:
+    mesh = None
+    if ranks.tensor > 1:
+        sizes, names = (ranks.data_world, ranks.tensor), ("data", "tensor")
+        both = init_device_mesh(ranks.device.type, sizes, mesh_dim_names=names)
+        mesh = both["data"]
+        tensor_parallel.divide(model.layers, both["tensor"])
+    if ranks.data_world > 1:
         if spec.parallel == "ddp":
             spread = nn.parallel.DistributedDataParallel(model)
         else:
             for layer in model.layers:
-                fully_shard(layer)
-            fully_shard(model)
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
     if spec.compile:
         spread.compile()  # in place: names of parameters stay as they are
     return spread

@@ -13,6 +13,7 @@ from pathlib import Path
 from angular_lab.experiment_commands import add_experiments
 from angular_lab.overrides import count, override
 from angular_lab.preemption import PREEMPTED, WORKER_DIED, Preempted, WorkerDied
+from angular_lab.rank_commands import add_ranks
 from angular_lab.recipes import RECIPES, recipe
 from angular_lab.spec import Spec
 
@@ -148,6 +149,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--steps", type=int, default=0)
     add("recipes", recipes, "list the named runs")
     add_experiments(add)
+    add_ranks(add)
     return parser
 
 

@@ -14,10 +14,20 @@ class Ranks:
     world: int
     device: torch.device
     hosts: Any = None  # a process group over the hosts' network
+    tensor: int = 1  # ranks side by side that work on the same sequences
 
     @property
     def first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def data_world(self) -> int:
+        """How many read different sequences, and which of them this one is."""
+        return self.world // self.tensor
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank // self.tensor
 
     def mean(self, t: torch.Tensor) -> torch.Tensor:
         return self.sum(t) / self.world

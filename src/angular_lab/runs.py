@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 
 import angular_muown
-from angular_lab import checkpoint
-from angular_lab.build import Models
+from angular_lab import build, checkpoint
 from angular_lab.manifest import MANIFEST
 from angular_lab.overrides import keys
 from angular_lab.prepare import prepare_stdlib
@@ -40,12 +39,12 @@ def train(
     resume: bool = False,
     device: str = "",
     until: float = inf,
-    models: Models | None = None,
+    models: build.Models | None = None,
 ) -> RunDir:
     """Run a spec in a folder. With `resume`, go on where it stopped; a finished run returns.
     At `until`, on the monotonic clock, the run is saved and left like one that got SIGTERM.
     A folder that the caller has claimed stays claimed."""
-    ranks = start_ranks(device)
+    ranks = build.tensor_ranks(spec, start_ranks(device))
     run = out if isinstance(out, RunDir) else RunDir(out)
     mine = ranks.first and not run.claimed
     if mine:

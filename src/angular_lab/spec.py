@@ -84,6 +84,7 @@ class Spec:
     compile: bool = True
     deterministic: bool = True  # bit-equal repeats on one machine
     parallel: str = "ddp"  # with several ranks: ddp, fsdp
+    tensor: int = 1  # with several: so many divide the products of a layer (dense models)
     loggers: str = ""  # comma-separated: tensorboard, wandb, trackio
     parent: str = ""  # set by `branch`: the run and step that this one continues
     parent_step: int = 0
@@ -101,7 +102,8 @@ class Spec:
             if getattr(self, key) not in valid:
                 raise ValueError(f"{key}={getattr(self, key)}: it must be {' or '.join(valid)}")
         least = {"steps": 1, "batch": 1, "micro_batch": 0, "keep": 1, "seed": 0, "log_every": 0,
-                 "eval_every": 0, "save_every": 0, "angle_every": 0, "eval_tokens": 1}  # fmt: skip
+                 "eval_every": 0, "save_every": 0, "angle_every": 0, "eval_tokens": 1,
+                 "tensor": 1}  # fmt: skip
         for key, low in least.items():
             if getattr(self, key) < low:
                 raise ValueError(f"{key}={getattr(self, key)}: it must be at least {low}")

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from angular_lab import build, checkpoint
 from angular_lab.evaluate import evaluate
 from angular_lab.health import NotFinite, OnHost, culprit, weights_are_finite
+from angular_lab.models.tensor_parallel import clip_gradients
 from angular_lab.passes import Passes, can_record
 from angular_lab.preemption import Preempted, Sigterm
 from angular_lab.prefetch import Prefetcher
@@ -136,7 +136,7 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float]:
         count = max(1, self.spec.eval_tokens // self.spec.model.sequence)
-        batch = self.spec.micro_batch or max(1, self.spec.batch // self.ranks.world)
+        batch = self.spec.micro_batch or max(1, self.spec.batch // self.ranks.data_world)
         metrics = evaluate(self.parallel, self.validation, count, batch, self.ranks, self.autocast)
         if not isfinite(metrics["val_loss"]):
             raise NotFinite(
@@ -148,11 +148,8 @@ class Trainer:
         """Clip the gradients, and say whether loss and gradients may reach the weights."""
         # An infinite bound measures the norm and clips nothing.
         bound = self.spec.clip or float("inf")
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), bound)
-        before, self.host_norm = (
-            self.host_norm,
-            OnHost(norm.full_tensor() if isinstance(norm, DTensor) else norm),
-        )
+        norm = clip_gradients(list(self.model.parameters()), bound)
+        before, self.host_norm = self.host_norm, OnHost(norm)
         value = self.host_loss.value()
         bad_loss = self.ranks.any(not isfinite(value))
         # This step's norm is known at the end of the backward pass only. To stop, the norm of the
@@ -215,7 +212,9 @@ class Trainer:
         return Prefetcher(self.batch, self.step, self.spec.steps)
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        windows = torch.from_numpy(self.batches.batch(step, self.ranks.rank, self.ranks.world))
+        windows = torch.from_numpy(
+            self.batches.batch(step, self.ranks.data_rank, self.ranks.data_world)
+        )
         if self.ranks.device.type == "cuda":
             windows = windows.pin_memory().to(self.ranks.device, non_blocking=True)
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()

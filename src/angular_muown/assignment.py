@@ -16,6 +16,7 @@ from torch import Tensor
 from angular_muown.layout import Window
 
 GRAM_SUMS = 3  # all-reduces of a Gram matrix in one polar factor (orthogonalize.GRAM_RESTART)
+DOMINANT = 1.1  # times the mean share of a rank
 GRAM_BYTES = 4  # of an entry: the Gram matrix squares the condition number
 
 
@@ -41,22 +42,17 @@ class Job:
     def bytes(self) -> int:
         return self.m * self.n * self.width
 
-    @cached_property
-    def sizes(self) -> Tensor:
-        """Entries of each part."""
-        return torch.tensor([part.size for part in self.parts], dtype=torch.float64)
-
     @property
     def sums(self) -> bool:
         """Whether every rank inside should keep its part and add up Gram matrices: where the long
         side is spread, and that moves fewer bytes. Then it takes fewer operations too."""
+        others = len(self.parts) - 1
+        gram = GRAM_SUMS * 2 * others * GRAM_BYTES * min(self.m, self.n) ** 2
+        if not self.may_sum or not others or gram >= 2 * self.bytes:
+            return False
         whole = (0, self.m) if self.m <= self.n else (0, self.n)
         short = [part.rows if self.m <= self.n else part.columns for part in self.parts]
-        others = len(self.parts) - 1
-        if not self.may_sum or not others or any(side != whole for side in short):
-            return False
-        gram = GRAM_SUMS * 2 * others * GRAM_BYTES * min(self.m, self.n) ** 2
-        return gram < 2 * self.bytes
+        return all(side == whole for side in short)
 
 
 def longest_first(costs: Sequence[int], ranks: int) -> list[int]:
@@ -110,6 +106,19 @@ class Assignment:
             rounds[at].append(i)
         return [sorted(jobs) for jobs in rounds]
 
+    @cached_property
+    def _sizes(self) -> dict[int, Tensor]:
+        """By the identity of parts, which most jobs share: entries of each."""
+        different = {id(job.parts): job.parts for job in self.jobs}
+        return {
+            key: torch.tensor([part.size for part in parts], dtype=torch.float64)
+            for key, parts in different.items()
+        }
+
+    def sizes(self, job: int) -> Tensor:
+        """Entries of each part of a job."""
+        return self._sizes[id(self.jobs[job].parts)]
+
     def place(self, job: int) -> tuple[int, int]:
         """The copy and the place inside it that own a job."""
         return divmod(self.owners[job], self.places)
@@ -118,7 +127,7 @@ class Assignment:
         """Bytes that copies of each place give to one another after a round: the most of any."""
         found = torch.zeros(self.copies, self.places, dtype=torch.float64)
         for i in jobs if self.copies > 1 else ():
-            found[self.place(i)[0]] += self.jobs[i].sizes * self.jobs[i].width
+            found[self.place(i)[0]] += self.sizes(i) * self.jobs[i].width
         return found.amax(dim=0)
 
     @cached_property
@@ -133,6 +142,16 @@ class Assignment:
         """The longest work of a rank over the mean: 1 is even."""
         return float(self.loads.max() / self.loads.mean()) if self.owners else 1.0
 
+    @property
+    def dominant(self) -> tuple[str, float] | None:
+        """A matrix that makes an imbalance which no other choice of owners could mend, and how
+        many times a rank's mean share its work is."""
+        if not self.owners:
+            return None
+        longest = max(self.owners, key=lambda i: self.jobs[i].cost)
+        share = self.jobs[longest].cost / float(self.loads.mean())
+        return (self.jobs[longest].name, share) if share > DOMINANT else None
+
     @cached_property
     def traffic(self) -> tuple[Tensor, Tensor]:
         """Bytes that each rank sends and receives in a step, but for sums."""
@@ -140,7 +159,7 @@ class Assignment:
         received = torch.zeros_like(sent)
         for i in self.owners:
             job, (copy, place) = self.jobs[i], self.place(i)
-            parts = job.sizes * job.width
+            parts = self.sizes(i) * job.width
             parts[place] = 0
             sent[copy] += job.operands * parts
             received[copy, place] += job.operands * parts.sum()
@@ -160,7 +179,7 @@ class Assignment:
             held = torch.zeros_like(peak)
             for i in jobs:
                 job, (copy, place) = self.jobs[i], self.place(i)
-                held[copy] += (job.operands + 1) * job.sizes * job.width
+                held[copy] += (job.operands + 1) * self.sizes(i) * job.width
                 held[copy, place] += (job.operands + 1) * job.bytes
             held += (self.copies + 1) * self.gathered(jobs)
             peak = torch.maximum(peak, held)

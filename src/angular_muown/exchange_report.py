@@ -42,8 +42,8 @@ def _table(plan: Assignment) -> str:
     else:
         measures = (("least", Tensor.min), ("mean", Tensor.mean), ("most", Tensor.max))
         lines += [_line(name, [of(column) for column in columns]) for name, of in measures]
-    if dominant := _dominant(plan):
-        lines.append(dominant)
+    if plan.dominant:
+        lines.append(dominance(*plan.dominant))
     return "\n".join(lines)
 
 
@@ -60,16 +60,8 @@ def _size(count: float) -> str:
     return f"{count:.4g} {UNITS[-1]}"
 
 
-def _dominant(plan: Assignment) -> str:
-    """An imbalance that no other choice of owners could mend is said to be one."""
-    costs = {i: plan.jobs[i].cost for i in plan.owners}
-    if not costs:
-        return ""
-    longest = max(costs, key=lambda i: costs[i])
-    bound = costs[longest] / float(plan.loads.mean())
-    if bound <= 1.1:
-        return ""
+def dominance(name: str, share: float) -> str:
     return (
-        f"a single matrix, {plan.jobs[longest].name}, is {bound:.2f} times a rank's mean share: "
+        f"a single matrix, {name}, is {share:.2f} times a rank's mean share: "
         "more ranks do not make the step shorter"
     )

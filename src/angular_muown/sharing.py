@@ -120,7 +120,7 @@ def jobs_of(work: Work) -> list[Job]:
     summable = plain and work.recipe.orthogonalize in SUMMABLE
     found = []
     for b, block in enumerate(layout.grid(m, n)):
-        parts = tuple(window.of_block(block) for window in spread.windows)
+        parts = spread.parts_of(block)
         for e in range(count):
             name = f"{work.name}[{b}, {e}]"
             width, operands = work.wire.itemsize, 1 if plain else 2
@@ -162,6 +162,7 @@ class Exchanges:
         self.places: dict[
             tuple[int, int], tuple[Any, Spread | None]
         ] = {}  # by group and place in it
+        self.alike: dict[Any, Spread | None] = {}  # one for all parameters that lie the same way
 
     def works(self, group: Group, index: int, recipe: Recipe, process_group: Any) -> list[Work]:
         """The parameters of a group that lie over ranks, or that ranks have copies of."""
@@ -178,7 +179,10 @@ class Exchanges:
             )
             known = self.places.get((index, at))
             if known is None or known[0] != key:
-                known = self.places[index, at] = (key, spread_of(p, layout, team, name))
+                alike = (*key, local(p).shape)
+                if alike not in self.alike:
+                    self.alike[alike] = spread_of(p, layout, team, name)
+                known = self.places[index, at] = (key, self.alike[alike])
             if known[1] is not None:
                 found.append(Work(name, p, known[1], layout, recipe, group, index, seed(group)))
         return found

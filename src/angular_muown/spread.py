@@ -44,6 +44,16 @@ class Spread:
     def window(self) -> Window:
         return self.windows[self.inside.index]
 
+    @cached_property
+    def _parts(self) -> dict[Window, tuple[Window, ...]]:
+        return {}
+
+    def parts_of(self, block: Window) -> tuple[Window, ...]:
+        """What each rank inside has of a block; one object for a block, however often asked."""
+        if block not in self._parts:
+            self._parts[block] = tuple(window.of_block(block) for window in self.windows)
+        return self._parts[block]
+
 
 def spread_of(p: Tensor, layout: Layout, copies: Team | None, name: str) -> Spread | None:
     """None where this rank steps its part of p without the others. A plain p has `copies`."""
@@ -99,13 +109,15 @@ def _windows(
     p: "DTensor", layout: Layout, inside: list[int], team: Team, name: str
 ) -> list[Window]:
     mesh, own = p.device_mesh, list(own_coordinate(p))
+    sizes_of_mesh, placements, shape = mesh.shape, p.placements, p.shape
+    ranks = mesh.mesh.numpy()  # a property that computes: not once for every rank
     found: dict[int, Window] = {}
     for at in product(*(range(mesh.size(i)) for i in inside)):
         coordinate = list(own)
         for i, place in zip(inside, at, strict=True):
             coordinate[i] = place
-        ranges = ranges_of(p.shape, mesh.shape, p.placements, coordinate)
-        found[int(mesh.mesh[tuple(coordinate)])] = layout.window(ranges, p.shape)
+        ranges = ranges_of(shape, sizes_of_mesh, placements, coordinate)
+        found[int(ranks[tuple(coordinate)])] = layout.window(ranges, shape)
         sizes = tuple(stop - start for start, stop in ranges)
         if coordinate == own and sizes != tuple(local(p).shape):
             raise ValueError(
@@ -124,7 +136,7 @@ def team_of(mesh: Any, dims: list[int]) -> Team:
     """The ranks that differ from this one along some dimensions of a mesh."""
     own = list(mesh.get_coordinate())
     at = tuple(slice(None) if i in dims else own[i] for i in range(mesh.ndim))
-    ranks = [int(rank) for rank in mesh.mesh[at].flatten()]
+    ranks = mesh.mesh[at].flatten().tolist()
     if len(ranks) == 1:
         return Team((ranks[0],), 0)
     group = _group(mesh, dims)

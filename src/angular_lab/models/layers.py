@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from angular_lab.models.tensor_parallel import entering, is_divided, own_rows
 from angular_lab.spec import ModelSpec
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, each (time, head size / 2), float32
@@ -61,7 +62,11 @@ def row_products(fused: nn.Linear, x: Tensor, rows: list[int]) -> list[Tensor]:
     Split after one product, the parts' gradients would be copied together on the way back, which
     shows in a profile of the 124M model (docs/log.md has what it brought).
     """
-    weights = fused.weight.split(rows)
+    weight: Tensor = fused.weight
+    if is_divided(weight):
+        x, weights = entering(x, weight), own_rows(weight, rows)
+    else:
+        weights = weight.split(rows)
     biases = [None] * len(rows) if fused.bias is None else fused.bias.split(rows)
     return [F.linear(x, W, b) for W, b in zip(weights, biases, strict=True)]
 
