@@ -12,21 +12,22 @@ from torch import Tensor
 from torch._compile import _disable_dynamo  # imports dynamo at the first call, not with us
 
 from angular_muown import adamw, capture, checks
-from angular_muown.exchange import Equation, Work, finish
-from angular_muown.exchange_report import ExchangePlan
 from angular_muown.groups import ENGINE_DEFAULTS, rates, seed
 from angular_muown.kernels.dispatch import runs_on
 from angular_muown.layout import Layout
 from angular_muown.loading import load_keeping_dtypes
-from angular_muown.recipe import Observer, Recipe
-from angular_muown.sharing import Exchanges
+from angular_muown.placement import has_ranks
+from angular_muown.recipe import Equation, Observer, Recipe, finish
 from angular_muown.stages.charts import row_signs
 from angular_muown.stages.momentum import heavy_ball
 from angular_muown.state import init_state
 from angular_muown.views import Leaf, Stack, stacks
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what takes time to import, and is imported where it is needed
+    from angular_muown.exchange import Work
+    from angular_muown.exchange_report import ExchangePlan
     from angular_muown.kernels.groups import FusedGroups
+    from angular_muown.sharing import Exchanges
 
 # Where members are defined.
 HOMES = ("angular_muown.optimizers", "angular_muown.muons", "angular_muown.rivals")
@@ -72,7 +73,7 @@ class Engine(torch.optim.Optimizer):
 
     observers: tuple[Observer, ...] = ()  # set on an instance by AngleMonitor, never saved
     fused: "FusedGroups | None" = None  # made at the first step on a GPU, never saved
-    exchanges: Exchanges | None = None  # made at the first step, never saved
+    exchanges: "Exchanges | None" = None  # made at the first step, never saved
     process_group: Any = None
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
@@ -166,9 +167,13 @@ class Engine(torch.optim.Optimizer):
             p.grad is not None and p.grad.any() for params in active for p in params
         )
 
-    def _shared(self, index: int, recipe: Recipe) -> list[Work]:
+    def _shared(self, index: int, recipe: Recipe) -> "list[Work]":
         """The group's parameters whose step is shared with other ranks."""
+        if not has_ranks():
+            return []
         if self.exchanges is None:
+            from angular_muown.sharing import Exchanges
+
             self.exchanges = Exchanges()
         return self.exchanges.works(self.param_groups[index], index, recipe, self.process_group)
 
@@ -186,7 +191,7 @@ class Engine(torch.optim.Optimizer):
         for leaf in leaves:
             leaf.close()
 
-    def _advance_shared(self, works: list[Work]) -> None:
+    def _advance_shared(self, works: "list[Work]") -> None:
         if capture.is_recording():
             raise RuntimeError("a step that exchanges matrices between ranks cannot be recorded")
         assert self.exchanges is not None
@@ -233,16 +238,14 @@ class Engine(torch.optim.Optimizer):
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
 
-    def exchange_plan(self) -> ExchangePlan:
+    def exchange_plan(self) -> "ExchangePlan":
         """Who does and moves what in a step that ranks share: `print(optimizer.exchange_plan())`.
         Nothing is sent for it."""
-        works: list[Work] = []
-        for index, group in enumerate(self.param_groups):
-            if group["algorithm"] == "matrix":
-                works += self._shared(index, self.recipe(group))
-        return ExchangePlan([sharing.plan for sharing, _ in Exchanges().of(works)])
+        from angular_muown.sharing import plan_of
+
+        groups = [(i, g) for i, g in enumerate(self.param_groups) if g["algorithm"] == "matrix"]
+        return plan_of([work for i, g in groups for work in self._shared(i, self.recipe(g))])
 
     def release(self) -> None:
-        """Free the work buffer, the recorded launches on a GPU and plans for several ranks; the
-        next step makes new ones."""
+        """Free work buffers, recorded launches and plans; the next step makes new ones."""
         self.fused = self.exchanges = None

@@ -7,8 +7,7 @@ While the owners are at work on one round, the next is on its way.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,14 +17,12 @@ from torch import Tensor
 from angular_muown.assignment import Assignment
 from angular_muown.layout import Layout
 from angular_muown.placement import local
-from angular_muown.recipe import Observer, Recipe
+from angular_muown.recipe import Equation, Observer, Recipe, finish
 from angular_muown.spread import Spread
 from angular_muown.stages.orthogonalize import iteration_dtype
 from angular_muown.views import Leaf, Stack
 from angular_muown.wire import all_gather, swap
 
-# A step up to its pause, where it gives X and U and wants Q.
-Equation = Generator[tuple[Tensor, Tensor], Tensor, None]
 Start = Callable[[list[int]], list[tuple[Stack, list[int], Equation]]]
 
 
@@ -220,9 +217,3 @@ class Journey:
 
 def _part(X: Tensor, window: Any) -> Tensor:
     return X[slice(*window.rows), slice(*window.columns)]
-
-
-def finish(equation: Equation, Q: Tensor) -> None:
-    """Give a step what it waits for; it ends."""
-    with suppress(StopIteration):
-        equation.send(Q)

@@ -12,7 +12,7 @@ stay on the device until `read`.
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from angular_muown.engine import Engine
 from angular_muown.groups import ENGINE_DEFAULTS
 from angular_muown.layout import Layout
-from angular_muown.parts import total
-from angular_muown.placement import is_sharded, local, whole
+from angular_muown.placement import has_ranks, local, whole
 from angular_muown.roles import hidden_matrices
-from angular_muown.sharing import holders_of_copies
-from angular_muown.spread import Team, team_of
 from angular_muown.stages.charts import chord_angle, nonzero, normalize_rows
 from angular_muown.stages.sums import frobenius, row_norm
+
+if TYPE_CHECKING:
+    from angular_muown.spread import Team
 
 OBSERVED = ("radial_mean", "orthogonality_error")
 
@@ -179,14 +179,13 @@ class AngleMonitor:
             norms = torch.cat([row_norm(X).flatten() for X in after])
             self._record(name, self._turned(name, after), norms)
 
-    def _teams(self, p: Tensor) -> Sequence[Team]:
+    def _teams(self, p: Tensor) -> "Sequence[Team]":
         """Ranks that see other matrices of p than we do."""
-        if not isinstance(self.optimizer, Engine):
+        if not isinstance(self.optimizer, Engine) or not has_ranks():
             return ()
-        if is_sharded(p):
-            return [team_of(p.device_mesh, [i]) for i in range(p.device_mesh.ndim)]
-        team = holders_of_copies(p, self.optimizer.process_group)
-        return () if team is None else (team,)
+        from angular_muown.sharing import teams_of
+
+        return teams_of(p, self.optimizer.process_group)
 
     def _add_observed(self, name: str, p: Tensor) -> None:
         teams, seen = self._teams(p), self._observed.get(name, {})
@@ -194,7 +193,12 @@ class AngleMonitor:
             return
         sums = [torch.as_tensor(seen.get(key, 0.0)) for key in ("rows", *OBSERVED)]
         device = local(p).device
-        count, *found = total(torch.stack([x.double().to(device) for x in sums]), teams).unbind()
+        together = torch.stack([x.double().to(device) for x in sums])
+        if teams:
+            from angular_muown.parts import total
+
+            together = total(together, teams)
+        count, *found = together.unbind()
         self._measured[name].update(
             {key: x / nonzero(count) for key, x in zip(OBSERVED, found, strict=True)}
         )

@@ -8,12 +8,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from angular_muown.layout import Interval, Layout, spans
 
 if TYPE_CHECKING:  # importing torch.distributed.tensor costs a second
     from torch.distributed.tensor import DTensor
+
+
+def has_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def is_sharded(t: Tensor) -> "TypeGuard[DTensor]":

@@ -4,7 +4,8 @@ Recipes are made from a param group's plain values at every step (`recipe(group)
 a function in a group would break `torch.load(weights_only=True)`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
@@ -21,6 +22,9 @@ from angular_muown.stages.tangent import TANGENT, Free, Polar
 # Parameters with their number of matrices; U before the step and Q, (count, m, n), of all of them;
 # the radians that rows turned by, (count, m). None instead of these: W is still to be written.
 Observer = Callable[[Sequence[tuple[Tensor, int]], Tensor, Tensor, Tensor | None], None]
+
+# A step up to its pause, where it gives X and U and wants Q.
+Equation = Generator[tuple[Tensor, Tensor], Tensor, None]
 
 
 class Stage(Protocol):
@@ -80,6 +84,12 @@ class Recipe:
     def rows(self) -> tuple[str, ...]:
         stages = (self.chart, self.tangent, self.normalize, self.radius)
         return tuple(name for stage in stages for name in stage.rows)
+
+
+def finish(equation: Equation, Q: Tensor) -> None:
+    """Give a step what it waits for; it ends."""
+    with suppress(StopIteration):
+        equation.send(Q)
 
 
 def polar_of(group: dict[str, Any]) -> Polar:

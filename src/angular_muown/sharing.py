@@ -15,14 +15,15 @@ from torch import Tensor
 from angular_muown.agreement import Agreement
 from angular_muown.assignment import Assignment, Job
 from angular_muown.checks import parameter_names
-from angular_muown.exchange import Equation, Journey, Road, Work, finish
+from angular_muown.exchange import Journey, Road, Work
+from angular_muown.exchange_report import ExchangePlan
 from angular_muown.groups import Group, seed
 from angular_muown.kernels.dispatch import runs_on
 from angular_muown.layout import Layout
 from angular_muown.parts import Parts
-from angular_muown.placement import is_sharded, local
-from angular_muown.recipe import Observer, Recipe
-from angular_muown.spread import Spread, Team, spread_of, team_of_group
+from angular_muown.placement import has_ranks, is_sharded, local
+from angular_muown.recipe import Equation, Observer, Recipe, finish
+from angular_muown.spread import Spread, Team, spread_of, team_of, team_of_group
 from angular_muown.stages.orthogonalize import SUMMABLE, polar_of_parts
 from angular_muown.stages.tangent import Free
 from angular_muown.views import Piece, Stack, kind_of
@@ -146,12 +147,24 @@ def key_of(works: Sequence[Work]) -> Any:
 
 def holders_of_copies(p: Tensor, process_group: Any) -> Team | None:
     """Ranks that share the work on a plain parameter, because they all have it."""
-    if process_group is False or not (dist.is_available() and dist.is_initialized()):
+    if process_group is False or not has_ranks():
         return None
     if process_group is None and runs_on(p.device):
         return None  # by kernels every rank steps its copy faster than it could fetch the result
     team = team_of_group(dist.group.WORLD if process_group is None else process_group)
     return team if team.size > 1 else None
+
+
+def plan_of(works: Sequence[Work]) -> ExchangePlan:
+    return ExchangePlan([sharing.plan for sharing, _ in Exchanges().of(works)])
+
+
+def teams_of(p: Tensor, process_group: Any) -> Sequence[Team]:
+    """Ranks that own other matrices of p than this one."""
+    if is_sharded(p):
+        return [team_of(p.device_mesh, [i]) for i in range(p.device_mesh.ndim)]
+    team = holders_of_copies(p, process_group)
+    return () if team is None else (team,)
 
 
 class Exchanges:

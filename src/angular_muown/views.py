@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,9 +12,11 @@ from torch import Tensor
 from angular_muown.layout import Layout
 from angular_muown.placement import local, local_gradient
 from angular_muown.rounding import DROPPED_BITS, round_stochastically
-from angular_muown.spread import Spread
 from angular_muown.stages.charts import Rows
 from angular_muown.stages.sums import WHOLE, Whole
+
+if TYPE_CHECKING:
+    from angular_muown.spread import Spread
 
 
 class Piece(NamedTuple):
@@ -121,7 +123,7 @@ class Leaf:
     parameter: Tensor
     state: dict[str, Any]
     layout: Layout
-    spread: Spread | None = None  # where others share the work on it
+    spread: "Spread | None" = None  # where others share the work on it
     working: Tensor = field(init=False)
     momentum: Tensor = field(init=False)
 
