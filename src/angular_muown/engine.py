@@ -29,8 +29,7 @@ if TYPE_CHECKING:  # what takes time to import, and is imported where it is need
     from angular_muown.kernels.groups import FusedGroups
     from angular_muown.sharing import Exchanges
 
-# Where members are defined.
-HOMES = ("angular_muown.optimizers", "angular_muown.muons", "angular_muown.rivals")
+HOMES = tuple(f"angular_muown.{name}" for name in ("optimizers", "muons", "rivals"))  # of members
 
 
 def update(stack: Stack, recipe: Recipe, group: dict[str, Any]) -> Equation:

@@ -90,7 +90,7 @@ class Journey:
             for j, job in enumerate(jobs):
                 self.operands[job] = (X[j], U[j])[: self._operands(job)]
         inside = self.road.spread.inside
-        if inside.size > 1:
+        if inside.acts:
             out = [
                 [self._packed(job, t) for job in self.owned_by(place) for t in self.operands[job]]
                 for place in range(inside.size)
@@ -104,7 +104,7 @@ class Journey:
         """The polar factors of what is ours, batched by shape, and their way back."""
         inside = self.road.spread.inside
         mine = self.owned_by(inside.index)
-        whole = self._assembled(mine) if inside.size > 1 else {i: self.operands[i] for i in mine}
+        whole = self._assembled(mine) if inside.acts else {i: self.operands[i] for i in mine}
         self.operands, self.sent = {}, None
         batches: dict[Any, list[int]] = defaultdict(list)
         for i in mine:
@@ -112,7 +112,7 @@ class Journey:
             batches[job.m, job.n, work.index, work.wire].append(i)
         for batch in batches.values():
             self._orthogonalize(batch, whole)
-        if inside.size > 1:
+        if inside.acts:
             out = [
                 [
                     self._packed(i, _part(self.results[i], self.road.plan.jobs[i].parts[place]))
@@ -140,13 +140,13 @@ class Journey:
     def arrive(self) -> None:
         """Q for our parts, and the end of the steps."""
         inside = self.road.spread.inside
-        if inside.size > 1:
+        if inside.acts:
             received = self.sent()
             for place in range(inside.size):
                 at = 0
                 for i in self.owned_by(place):
                     self.results[i], at = self._unpacked(i, received[place], at, inside.index)
-        if self.road.spread.replicas.size > 1:
+        if self.road.spread.replicas.acts:
             self._share()
         for stack, jobs, equation in self.steps:
             Q = torch.stack([self.results[i].to(stack.compute) for i in jobs])

@@ -55,7 +55,7 @@ def _filled(X: Tensor, dim: int) -> Tensor:
 def total(t: Tensor, teams: Iterable[Team], largest: bool = False) -> Tensor:
     """The sum (or the largest) over the teams, one after the other; the same bits on every rank."""
     for team in teams:
-        if team.size > 1:
+        if team.acts:
             t = t.contiguous()
             op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
             dist.all_reduce(t, op=op, group=team.group)

@@ -28,6 +28,12 @@ class Team:
     def size(self) -> int:
         return len(self.ranks)
 
+    @property
+    def acts(self) -> bool:
+        """Whether there is anything to tell one another. One rank has no group, unless a test
+        wants to see it talk to itself."""
+        return self.group is not None
+
 
 @dataclass(frozen=True)
 class Spread:
