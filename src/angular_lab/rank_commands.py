@@ -9,7 +9,7 @@ from pathlib import Path
 from angular_lab.rank_machine import Machine, flag
 
 MODELS = ("llama-8b", "llama-70b", "moe-1t")
-WIRES = ("float32", "bfloat16", "float16")
+WIRES = ("float32", "bfloat16")
 MOST = 1 << 20
 
 

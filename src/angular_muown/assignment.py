@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from angular_muown.layout import Window
+from angular_muown.stages.orthogonalize import GRAM_RESTART, POLAR_EXPRESS
 
-GRAM_SUMS = 3  # all-reduces of a Gram matrix in one polar factor (orthogonalize.GRAM_RESTART)
+GRAM_SUMS = -(-len(POLAR_EXPRESS) // GRAM_RESTART)  # all-reduces of a Gram matrix
 DOMINANT = 1.1  # times the mean share of a rank
 GRAM_BYTES = 4  # of an entry: the Gram matrix squares the condition number
 
@@ -43,12 +44,21 @@ class Job:
         return self.m * self.n * self.width
 
     @property
+    def others_bytes(self) -> float:
+        """What does not lie at the owner, about: all of it but one part."""
+        return self.bytes * (1 - 1 / len(self.parts))
+
+    @property
+    def sum_bytes(self) -> float:
+        """That all ranks together send to add up the Gram matrices."""
+        entries = GRAM_SUMS * min(self.m, self.n) ** 2
+        return 2 * (len(self.parts) - 1) * entries * max(GRAM_BYTES, self.width)
+
+    @property
     def sums(self) -> bool:
         """Whether every rank inside should keep its part and add up Gram matrices: where the long
         side is spread, and that moves fewer bytes. Then it takes fewer operations too."""
-        others = len(self.parts) - 1
-        gram = GRAM_SUMS * 2 * others * GRAM_BYTES * min(self.m, self.n) ** 2
-        if not self.may_sum or not others or gram >= 2 * self.bytes:
+        if not self.may_sum or len(self.parts) == 1 or self.sum_bytes >= 2 * self.others_bytes:
             return False
         whole = (0, self.m) if self.m <= self.n else (0, self.n)
         short = [part.rows if self.m <= self.n else part.columns for part in self.parts]
@@ -87,7 +97,9 @@ class Assignment:
     def owners(self) -> dict[int, int]:
         moved = [i for i, job in enumerate(self.jobs) if not job.sums]
         found = longest_first([self.jobs[i].cost for i in moved], self.places * self.copies)
-        return dict(zip(moved, found, strict=True))
+        # Ties go to the copies in turn: each gives the others as much as the one that made most.
+        places = (divmod(number, self.copies) for number in found)
+        return {i: c * self.places + place for i, (place, c) in zip(moved, places, strict=True)}
 
     @cached_property
     def rounds(self) -> list[list[int]]:
@@ -172,8 +184,9 @@ class Assignment:
 
     @cached_property
     def peaks(self) -> Tensor:
-        """Bytes of the buffers of a rank in its fullest round: parts and whole matrices, there and
-        back, and what is gathered; two rounds are on their way at a time."""
+        """Bytes in the wire's buffers of a rank in its fullest round: parts and whole matrices,
+        there and back, and what is gathered; two rounds are on their way at a time. Float32 copies
+        of parts and the iterations' own memory come on top."""
         peak = torch.zeros(self.copies, self.places, dtype=torch.float64)
         for jobs in self.rounds:
             held = torch.zeros_like(peak)
@@ -183,4 +196,4 @@ class Assignment:
                 held[copy, place] += (job.operands + 1) * job.bytes
             held += (self.copies + 1) * self.gathered(jobs)
             peak = torch.maximum(peak, held)
-        return 2 * peak.flatten()
+        return min(2, len(self.rounds)) * peak.flatten()

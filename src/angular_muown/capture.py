@@ -27,7 +27,7 @@ def to_device(group: Group) -> None:
 
 
 # Settings of this process: a state dict from elsewhere does not change them.
-OWN = ("capturable", "workspace")
+OWN = ("capturable", "workspace", "wire_dtype")
 
 
 def adapt(group: Group, own: Group, state: dict[Tensor, Any]) -> None:

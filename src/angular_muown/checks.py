@@ -7,6 +7,7 @@ from math import isfinite
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from angular_muown.foreign import FSDP1, is_a, what_flattened
@@ -19,6 +20,7 @@ from angular_muown.stages.tangent import TANGENT
 ALGORITHMS = ("matrix", "adamw")
 WRITE_BACKS = ("stochastic", "master")
 FOREIGN_KEYS = ("params", "param_names", "fused", "foreach", "initial_lr", "max_lr", "min_lr")
+WIRE_DTYPES = (None, "float32", "float64", "bfloat16")  # float16 would lose small entries
 STATE_DTYPES = (None, "float32", "float64", "bfloat16", "float16")
 
 
@@ -83,7 +85,7 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "algorithm": _one_of(ALGORITHMS),
     "write_back": _one_of(WRITE_BACKS),
     "state_dtype": _one_of(STATE_DTYPES),
-    "wire_dtype": _one_of(STATE_DTYPES),
+    "wire_dtype": _one_of(WIRE_DTYPES),
     "view": _one_of(VIEWS),
     "transposed": _BOOL,
     "blocks": _CUT,
@@ -123,6 +125,26 @@ def check_values(group: Mapping[str, Any]) -> None:
                     f"{key}={group[key]!r} with exact_angle=True, where every row turns by "
                     f"lr * kappa whatever its length in Q: leave {key} at its default"
                 )
+
+
+def check_process_group(group: Any) -> Any:
+    """None, False, or a group that this rank is in."""
+    if group is None or group is False:
+        return group
+    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+        raise ValueError(
+            f"process_group={group!r} is not valid: it must be None (the default group), False "
+            "(every rank by itself) or a process group that this rank belongs to"
+        )
+    return group
+
+
+def check_copy(process_group: Any) -> None:
+    if process_group:
+        raise TypeError(
+            "an optimizer with a process_group cannot be copied or pickled, because the group "
+            "cannot: make another with the same groups, and load its state_dict"
+        )
 
 
 def parameter_names(group: Mapping[str, Any], index: int) -> list[str]:

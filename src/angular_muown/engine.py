@@ -16,11 +16,11 @@ from angular_muown.groups import ENGINE_DEFAULTS, rates, seed
 from angular_muown.kernels.dispatch import runs_on
 from angular_muown.layout import Layout
 from angular_muown.loading import load_keeping_dtypes
-from angular_muown.placement import has_ranks
+from angular_muown.placement import has_ranks, is_sharded
 from angular_muown.recipe import Equation, Observer, Recipe, finish
 from angular_muown.stages.charts import row_signs
 from angular_muown.stages.momentum import heavy_ball
-from angular_muown.state import init_state
+from angular_muown.state import has_state, init_state, moves_nothing
 from angular_muown.views import Leaf, Stack, stacks
 
 if TYPE_CHECKING:  # what takes time to import, and is imported where it is needed
@@ -76,7 +76,7 @@ class Engine(torch.optim.Optimizer):
     process_group: Any = None
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        self.process_group = defaults.pop("process_group", None)
+        self.process_group = checks.check_process_group(defaults.pop("process_group", None))
         if isinstance(params, torch.nn.Module):
             raise TypeError(
                 f"{type(self).__name__} got a model: pass plan(model), which sorts its parameters"
@@ -119,10 +119,8 @@ class Engine(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of all groups; parameters without a gradient stay as they are."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
         self._advance()
         return loss
 
@@ -130,55 +128,56 @@ class Engine(torch.optim.Optimizer):
     def _advance(self) -> None:
         if capture.is_recording():
             capture.check(self.param_groups, self.state)
-        active = [self._with_gradient(i) for i in range(len(self.param_groups))]
-        rehearsal = not self.state and self._moves_nothing(active)
-        works: list[Work] = []
-        for index, (group, params) in enumerate(zip(self.param_groups, active, strict=True)):
-            recipe = self.recipe(group) if group["algorithm"] == "matrix" else None
-            shared = self._shared(index, recipe) if recipe else []
-            elsewhere = {work.parameter for work in shared}
-            taking = [p for p in group["params"] if p in elsewhere or p.grad is not None]
+        groups = self.param_groups
+        active = [self._with_gradient(i) for i in range(len(groups))]
+        rehearsal = not self.state and moves_nothing(groups, active)
+        recipes = [self.recipe(g) if g["algorithm"] == "matrix" else None for g in groups]
+        shared = [self._shared(i, r) if r else [] for i, r in enumerate(recipes)]
+        works = [work for some in shared for work in some]
+        if works and not rehearsal:
+            self._exchanges.check(works, observed=bool(self.observers))
+        for index, (group, recipe) in enumerate(zip(groups, recipes, strict=True)):
+            elsewhere = {work.parameter for work in shared[index]}
+            taking = [p for p in group["params"] if p in elsewhere or has_state(p)]
             wanted = {"step", *(recipe.rows if recipe else ())}
             for p in taking:
                 if not wanted <= self.state[p].keys() or group["write_back"] == "master":
                     init_state(p, self.state[p], group, recipe)
-            if rehearsal or not taking:
-                continue
-            if recipe is None:
-                adamw.update(params, [self.state[p] for p in params], group)
-            else:
-                self._advance_matrices([p for p in params if p not in elsewhere], index, recipe)
-                works += shared
-            if params:
-                group["step"] += 1
-        if works:
+            params = [p for p in active[index] if p not in elsewhere]
+            if params and not rehearsal:
+                self._advance_alone(params, index, recipe)
+            # A rank whose experts got no tokens counts as the others do.
+            steps = active[index] or (any(active) and any(map(is_sharded, taking)))
+            group["step"] += bool(steps) and not rehearsal
+        if works and not rehearsal:
             self._advance_shared(works)
+
+    def _advance_alone(self, params: list[Tensor], index: int, recipe: Recipe | None) -> None:
+        if recipe is None:
+            adamw.update(params, [self.state[p] for p in params], self.param_groups[index])
+        else:
+            self._advance_matrices(params, index, recipe)
 
     def _with_gradient(self, index: int) -> list[Tensor]:
         group = self.param_groups[index]
         checks.check_gradients(group, index)
         return [p for p in group["params"] if p.grad is not None]
 
-    def _moves_nothing(self, active: list[list[Tensor]]) -> bool:
-        """torch's distributed checkpoint makes a fresh optimizer's state by a step with lr = 0 and
-        zero gradients. It shall create the state and change nothing: no counter, no weight."""
-        return all(float(group["lr"]) == 0 for group in self.param_groups) and not any(
-            p.grad is not None and p.grad.any() for params in active for p in params
-        )
-
     def _shared(self, index: int, recipe: Recipe) -> "list[Work]":
         """The group's parameters whose step is shared with other ranks."""
         if not has_ranks():
             return []
+        return self._exchanges.works(self.param_groups[index], index, recipe, self.process_group)
+
+    @property
+    def _exchanges(self) -> "Exchanges":
         if self.exchanges is None:
             from angular_muown.sharing import Exchanges
 
             self.exchanges = Exchanges()
-        return self.exchanges.works(self.param_groups[index], index, recipe, self.process_group)
+        return self.exchanges
 
     def _advance_matrices(self, params: list[Tensor], index: int, recipe: Recipe) -> None:
-        if not params:
-            return
         group = self.param_groups[index]
         layout = Layout.of(group)
         rest = self._advance_fused(params, [self.state[p] for p in params], index, recipe)
@@ -193,12 +192,11 @@ class Engine(torch.optim.Optimizer):
     def _advance_shared(self, works: "list[Work]") -> None:
         if capture.is_recording():
             raise RuntimeError("a step that exchanges matrices between ranks cannot be recorded")
-        assert self.exchanges is not None
         for work in works:
             state = self.state[work.parameter]
             state["step"] += work.parameter.grad is not None
             work.opened = Leaf(work.parameter, state, work.layout, work.spread)
-        self.exchanges.run(works, update, self.observers)
+        self._exchanges.run(works, update, self.observers)
         for work in works:
             work.leaf.close()
 
@@ -212,11 +210,7 @@ class Engine(torch.optim.Optimizer):
         if self.fused is None:
             from angular_muown.kernels.groups import FusedGroups  # imports Triton
 
-            matrices = [g for g in self.param_groups if g["algorithm"] == "matrix"]
-            sizes = [
-                g["workspace"] * p.numel() * p.element_size() for g in matrices for p in g["params"]
-            ]
-            self.fused = FusedGroups(int(sum(sizes)))
+            self.fused = FusedGroups.of(self.param_groups)
         both = rates(group, torch.float32)
         return self.fused.advance(index, params, states, group, recipe, both, self.observers)
 
@@ -230,6 +224,11 @@ class Engine(torch.optim.Optimizer):
         for group, values in zip(self.param_groups, own, strict=True):
             capture.adapt(group, values, self.state)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """As torch's, which leaves out what is not saved; whom to share with stays the same."""
+        checks.check_copy(self.process_group)
+        return {**super().__getstate__(), "process_group": self.process_group}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Values that a saved group does not have, because it is older, are the defaults."""
         super().__setstate__(state)
@@ -238,8 +237,8 @@ class Engine(torch.optim.Optimizer):
                 group.setdefault(key, value)
 
     def exchange_plan(self) -> "ExchangePlan":
-        """Who does and moves what in a step that ranks share: `print(optimizer.exchange_plan())`.
-        Nothing is sent for it."""
+        """Who does and moves what in a step that ranks share. To be called on all ranks: it sends
+        nothing, but on a part of a larger mesh torch may have to make a group first."""
         from angular_muown.sharing import plan_of
 
         groups = [(i, g) for i, g in enumerate(self.param_groups) if g["algorithm"] == "matrix"]

@@ -12,14 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, promote_types
 
 from angular_muown.assignment import Assignment
 from angular_muown.layout import Layout
 from angular_muown.placement import local
 from angular_muown.recipe import Equation, Observer, Recipe, finish
 from angular_muown.spread import Spread
-from angular_muown.stages.orthogonalize import iteration_dtype
+from angular_muown.stages.orthogonalize import SUMMABLE, iteration_dtype
+from angular_muown.stages.tangent import Free
 from angular_muown.views import Leaf, Stack
 from angular_muown.wire import all_gather, swap
 
@@ -47,10 +48,12 @@ class Work:
 
     @property
     def wire(self) -> torch.dtype:
-        """What entries travel as: what iterations compute in anyway."""
+        """What entries travel as: what the polar factor is computed in anyway."""
         if self.group["wire_dtype"] is not None:
             return getattr(torch, self.group["wire_dtype"])
-        return iteration_dtype(local(self.parameter))
+        part = local(self.parameter)
+        iterates = self.recipe.orthogonalize in SUMMABLE and type(self.recipe.tangent) is Free
+        return iteration_dtype(part) if iterates else promote_types(part.dtype, torch.float32)
 
 
 @dataclass
@@ -59,7 +62,7 @@ class Road:
 
     spread: Spread
     plan: Assignment
-    owner_of: list[Work]  # by job
+    work_of: list[Work]  # by job
     observers: Sequence[Observer]
 
 
@@ -74,15 +77,19 @@ class Journey:
     results: dict[int, Tensor] = field(default_factory=dict)
     sent: Any = None
 
-    @property
-    def here(self) -> list[int]:
-        """Jobs whose owners are in our copy, owner by owner."""
-        plan, copy = self.road.plan, self.road.spread.replicas.index
-        mine = [i for i in self.jobs if plan.place(i)[0] == copy]
-        return sorted(mine, key=lambda i: (plan.place(i)[1], i))
+    def __post_init__(self) -> None:
+        plan = self.road.plan
+        self.by_owner: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for i in self.jobs:
+            self.by_owner[plan.place(i)].append(i)
+
+    def of_copy(self, copy: int) -> list[int]:
+        """Jobs whose owners are in a copy, owner by owner."""
+        places = range(self.road.plan.places)
+        return [i for place in places for i in self.by_owner.get((copy, place), ())]
 
     def owned_by(self, place: int) -> list[int]:
-        return [i for i in self.here if self.road.plan.place(i)[1] == place]
+        return self.by_owner.get((self.road.spread.replicas.index, place), [])
 
     def depart(self) -> "Journey":
         for _, jobs, equation in self.steps:
@@ -108,7 +115,7 @@ class Journey:
         self.operands, self.sent = {}, None
         batches: dict[Any, list[int]] = defaultdict(list)
         for i in mine:
-            job, work = self.road.plan.jobs[i], self.road.owner_of[i]
+            job, work = self.road.plan.jobs[i], self.road.work_of[i]
             batches[job.m, job.n, work.index, work.wire].append(i)
         for batch in batches.values():
             self._orthogonalize(batch, whole)
@@ -125,15 +132,15 @@ class Journey:
             self.sent = swap(out, sizes, inside.group, self._device)
 
     def _orthogonalize(self, batch: list[int], whole: dict[int, tuple[Tensor, ...]]) -> None:
-        recipe = self.road.owner_of[batch[0]].recipe
-        dtype = self.road.owner_of[batch[0]].leaf.compute
+        recipe = self.road.work_of[batch[0]].recipe
+        dtype = self.road.work_of[batch[0]].leaf.compute
         operands = [
             torch.stack([whole[i][k] for i in batch]).to(dtype) for k in range(len(whole[batch[0]]))
         ]
         X, U = operands if len(operands) == 2 else (operands[0], operands[0])
         Q = recipe.tangent(recipe.orthogonalize, X, U)
         for observe in self.road.observers:
-            parts = [(self.road.owner_of[i].leaf.parameter, 1) for i in batch]
+            parts = [(self.road.work_of[i].leaf.parameter, 1) for i in batch]
             observe(parts, U, recipe.tangent.receive(Q, U, {}), None)
         self.results.update(zip(batch, Q, strict=True))
 
@@ -158,7 +165,7 @@ class Journey:
         place = self.road.spread.inside.index
         size = int(plan.gathered(self.jobs)[place])
         own = torch.zeros(size, dtype=torch.uint8, device=self._device)
-        packed = [self._packed(i, self.results[i]) for i in self.here]
+        packed = [self._packed(i, self.results[i]) for i in self.of_copy(team.index)]
         if packed:
             torch.cat(packed, out=own[: sum(t.numel() for t in packed)])
         all_of_it = torch.empty(team.size * size, dtype=torch.uint8, device=self._device)
@@ -166,8 +173,8 @@ class Journey:
             all_gather(all_of_it, own, team)
         for copy in range(team.size):
             buffer = all_of_it[copy * size : (copy + 1) * size]
-            theirs, at = [i for i in self.jobs if plan.place(i)[0] == copy], 0
-            for i in sorted(theirs, key=lambda i: (plan.place(i)[1], i)):
+            at = 0
+            for i in self.of_copy(copy):
                 self.results[i], at = self._unpacked(i, buffer, at, place)
 
     def _assembled(self, mine: list[int]) -> dict[int, tuple[Tensor, ...]]:
@@ -177,7 +184,7 @@ class Journey:
             job = self.road.plan.jobs[i]
             wholes = []
             for _ in range(self._operands(i)):
-                X = torch.empty(job.m, job.n, dtype=self.road.owner_of[i].wire, device=self._device)
+                X = torch.empty(job.m, job.n, dtype=self.road.work_of[i].wire, device=self._device)
                 for place, buffer in enumerate(received):
                     part, at[place] = self._unpacked(i, buffer, at[place], place)
                     _part(X, job.parts[place]).copy_(part)
@@ -187,7 +194,7 @@ class Journey:
 
     @property
     def _device(self) -> torch.device:
-        return self.road.owner_of[self.jobs[0]].leaf.working.device
+        return self.road.work_of[self.jobs[0]].leaf.working.device
 
     def _operands(self, job: int) -> int:
         return 2 if self.road.observers else self.road.plan.jobs[job].operands
@@ -201,15 +208,15 @@ class Journey:
         return job.parts[self.road.spread.inside.index].size * job.width
 
     def _packed(self, job: int, part: Tensor) -> Tensor:
-        wire = self.road.owner_of[job].wire
+        wire = self.road.work_of[job].wire
         return part.to(wire).contiguous().flatten().view(torch.uint8)
 
     def _unpacked(self, i: int, buffer: Tensor, at: int, place: int) -> tuple[Tensor, int]:
-        job, wire = self.road.plan.jobs[i], self.road.owner_of[i].wire
+        job, wire = self.road.plan.jobs[i], self.road.work_of[i].wire
         part = job.parts[place]
         stop = at + part.size * job.width
         found = buffer[at:stop]
-        if at % job.width:  # behind narrower entries
+        if found.storage_offset() % job.width:  # behind narrower entries
             found = found.clone()
         (top, bottom), (left, right) = part.rows, part.columns
         return found.view(wire).view(bottom - top, right - left), stop

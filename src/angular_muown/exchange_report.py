@@ -1,4 +1,5 @@
-"""What ranks that share a step do and move, as a table."""
+"""What ranks that share a step do and move, as a table: a line for each part of a copy, in the
+order of the ranks that hold them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,16 +30,21 @@ def _table(plan: Assignment) -> str:
     shape = f"{plan.copies} copies of {plan.places} parts" if plan.copies > 1 else "1 copy"
     lines = [
         f"{len(plan.jobs)} matrices over {ranks} ranks ({shape}), {len(plan.rounds)} rounds; "
-        f"{len(plan.summed)} by sums of Gram matrices; imbalance {plan.imbalance:.3f}"
+        f"imbalance {plan.imbalance:.3f}"
     ]
+    if plan.summed:
+        moved = sum(plan.jobs[i].sum_bytes for i in plan.summed) / plan.places
+        lines.append(f"{len(plan.summed)} stay and add up Gram matrices, {_size(moved)} a rank")
     owned = torch.zeros(ranks)
     for owner in plan.owners.values():
         owned[owner] += 1
     sent, received = plan.traffic
     columns = (owned, plan.loads / plan.loads.mean().clamp(min=1), sent, received, plan.peaks)
-    lines.append(f"{'rank':>6} {'owns':>6} {'work':>6} {'sends':>9} {'receives':>9} {'buffers':>9}")
+    lines.append(f"{'part':>6} {'owns':>6} {'work':>6} {'sends':>9} {'receives':>9} {'buffers':>9}")
     if ranks <= SHOWN:
-        lines += [_line(str(i), [column[i] for column in columns]) for i in range(ranks)]
+        names = [f"{i // plan.places}.{i % plan.places}" for i in range(ranks)]
+        names = names if plan.copies > 1 else [str(i) for i in range(ranks)]
+        lines += [_line(name, [c[i] for c in columns]) for i, name in enumerate(names)]
     else:
         measures = (("least", Tensor.min), ("mean", Tensor.mean), ("most", Tensor.max))
         lines += [_line(name, [of(column) for column in columns]) for name, of in measures]

@@ -4,13 +4,15 @@ With rows spread (FSDP2) a row is all here, and only sums over a whole matrix tr
 spread (a row-parallel layer) row sums do, one number for a row.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from angular_muown.spread import Team
+from angular_muown.placement import is_sharded, local
+from angular_muown.spread import Team, team_of
 from angular_muown.stages.sums import Whole
 
 
@@ -60,3 +62,12 @@ def total(t: Tensor, teams: Iterable[Team], largest: bool = False) -> Tensor:
             op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
             dist.all_reduce(t, op=op, group=team.group)
     return t
+
+
+def somewhere(flag: bool, params: Sequence[Tensor]) -> bool:
+    """True on all ranks that hold parts of these parameters where it is true on one."""
+    meshes = {p.device_mesh: local(p).device for p in params if is_sharded(p)}
+    for mesh, device in meshes.items():
+        teams = [team_of(mesh, [i]) for i in range(mesh.ndim)]
+        flag = bool(total(torch.full((1,), float(flag), device=device), teams))
+    return flag

@@ -82,7 +82,9 @@ def spread_like(p: Tensor, value: Tensor, layout: Layout, name: str = "") -> Ten
     if name:
         placements = [vector_placement(p, kind, layout, name) for kind in placements]
     ranges = ranges_of(value.shape, p.device_mesh.shape, placements, own_coordinate(p))
-    return as_part(value[tuple(slice(*r) for r in ranges)].contiguous(), p, value.shape, placements)
+    part = value[tuple(slice(*r) for r in ranges)]
+    part = part.clone(memory_format=torch.contiguous_format)  # a view would keep all of it
+    return as_part(part, p, value.shape, placements)
 
 
 def as_part(

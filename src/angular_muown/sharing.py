@@ -39,10 +39,7 @@ class Sharing:
         self.spread = works[0].spread  # teams are the same for all, windows are not
         owned = [(job, work) for work in works for job in jobs_of(work)]
         # Not of the parts, which differ: all ranks have to find the same rounds.
-        sizes = [
-            work.group["workspace"] * job.m * job.n * work.parameter.element_size()
-            for job, work in owned
-        ]
+        sizes = [work.group["workspace"] * job.bytes for job, work in owned]
         budget = int(sum(sizes) / self.spread.inside.size)
         self.plan = Assignment(
             tuple(job for job, _ in owned),
@@ -51,20 +48,17 @@ class Sharing:
             budget,
         )
         self.numbers = [work for work in range(len(works)) for _ in jobs_of(works[work])]
-        self.agreement: Agreement | None = None
+        self.agreement = Agreement(self.spread.everyone, works)
 
     def run(self, works: Sequence[Work], update: Update, observers: Sequence[Observer]) -> None:
-        if self.agreement is None:
-            self.agreement = Agreement(self.spread.everyone, works)
-        self.agreement.check([work.parameter.grad is not None for work in works])
-        owner_of = [works[number] for number in self.numbers]
+        work_of = [works[number] for number in self.numbers]
         pieces = [single for work in works for single in singles(work)]
         plan = self.plan.moved if observers else self.plan
-        road = Road(self.spread, plan, owner_of, observers)
+        road = Road(self.spread, plan, work_of, observers)
 
         def start(jobs: list[int]) -> list[tuple[Stack, list[int], Equation]]:
-            found = list(self._stacks(jobs, pieces, owner_of))
-            works = [owner_of[ids[0]] for _, ids in found]
+            found = list(self._stacks(jobs, pieces, work_of))
+            works = [work_of[ids[0]] for _, ids in found]
             return [
                 (stack, ids, update(stack, work.recipe, work.group))
                 for (stack, ids), work in zip(found, works, strict=True)
@@ -72,21 +66,21 @@ class Sharing:
 
         for _, ids, equation in start(plan.summed):
             X, _ = next(equation)
-            job, work = self.plan.jobs[ids[0]], owner_of[ids[0]]
+            job, work = self.plan.jobs[ids[0]], work_of[ids[0]]
             sums = sums_of(work, (job.m, job.n))
             finish(equation, polar_of_parts(work.recipe.orthogonalize, X, sums))
         travel(road, start)
 
     def _stacks(
-        self, jobs: list[int], pieces: list[Piece], owner_of: list[Work]
+        self, jobs: list[int], pieces: list[Piece], work_of: list[Work]
     ) -> Iterator[tuple[Stack, list[int]]]:
         """As `views.stacks`, with an order and a choice that are the same on every rank."""
         groups: dict[Any, list[int]] = defaultdict(list)
         for i in jobs:
             parts = self.plan.jobs[i].parts
-            groups[owner_of[i].index, parts, kind_of(pieces[i])].append(i)
+            groups[work_of[i].index, parts, kind_of(pieces[i])].append(i)
         for ids in groups.values():
-            work, sides = owner_of[ids[0]], pieces[ids[0]].sides
+            work, sides = work_of[ids[0]], pieces[ids[0]].sides
             stack = [pieces[i] for i in ids]
             yield Stack(stack, work.group["maximize"], work.noise, sums_of(work, sides)), ids
 
@@ -172,9 +166,8 @@ class Exchanges:
 
     def __init__(self) -> None:
         self.known: dict[Any, Sharing] = {}
-        self.places: dict[
-            tuple[int, int], tuple[Any, Spread | None]
-        ] = {}  # by group and place in it
+        # by group and place in it
+        self.places: dict[tuple[int, int], tuple[Any, Spread | None]] = {}
         self.alike: dict[Any, Spread | None] = {}  # one for all parameters that lie the same way
 
     def works(self, group: Group, index: int, recipe: Recipe, process_group: Any) -> list[Work]:
@@ -185,11 +178,8 @@ class Exchanges:
             team = None if is_sharded(p) else holders_of_copies(p, process_group)
             if team is None and not is_sharded(p):
                 continue
-            key = (
-                (layout, p.device_mesh, p.placements, p.shape)
-                if is_sharded(p)
-                else (layout, team, p.shape)
-            )
+            place = (p.device_mesh, p.placements) if is_sharded(p) else (team,)
+            key = (layout, p.shape, *place)
             known = self.places.get((index, at))
             if known is None or known[0] != key:
                 alike = (*key, local(p).shape)
@@ -209,6 +199,11 @@ class Exchanges:
             if known is None or known.key != key_of(members):
                 known = self.known[teams] = Sharing(members)
             yield known, members
+
+    def check(self, works: Sequence[Work], observed: bool) -> None:
+        """Whether the ranks are about to do the same."""
+        for sharing, members in self.of(works):
+            sharing.agreement.check(members, observed)
 
     def run(
         self, works: Sequence[Work], update: Update, observers: Sequence[Observer] = ()

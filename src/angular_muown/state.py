@@ -1,5 +1,6 @@
 """The state of a parameter, at zero: made before the first step, spread over ranks as it is."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,8 +8,28 @@ from torch import Tensor
 
 from angular_muown import adamw
 from angular_muown.layout import Layout
-from angular_muown.placement import zero_vector, zeros_like
+from angular_muown.placement import is_sharded, local, zero_vector, zeros_like
 from angular_muown.recipe import Recipe
+
+
+def has_state(p: Tensor) -> bool:
+    """With a gradient; or spread over ranks, of which others may have one: a checkpoint over ranks
+    needs the same keys from all of them."""
+    return p.grad is not None or is_sharded(p)
+
+
+def moves_nothing(groups: Sequence[dict[str, Any]], active: Sequence[Sequence[Tensor]]) -> bool:
+    """torch's distributed checkpoint makes a fresh optimizer's state by a step with lr = 0 and zero
+    gradients. It shall create the state and change nothing: no counter, no weight."""
+    if any(float(group["lr"]) != 0 for group in groups):
+        return False
+    params = [p for some in active for p in some]
+    moves = any(bool(local(p.grad).any()) for p in params if p.grad is not None)
+    if not any(map(is_sharded, params)):
+        return not moves
+    from angular_muown.parts import somewhere  # only where there are ranks
+
+    return not somewhere(moves, params)
 
 
 def init_state(

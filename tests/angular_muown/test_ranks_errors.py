@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from angular_muown import AngularMuown
+from angular_muown import AngleMonitor, AngularMuown
 from tests.angular_muown.family import noise, parameter
 from tests.angular_muown.sharded import PLACEMENTS, made, place, whole
 from tests.ranks import RankError, on_ranks, results
@@ -59,6 +59,18 @@ def disagree(how: str) -> None:
     elif how == "method":
         optimizer, _ = optimizer_of("rows")
         optimizer.param_groups[0]["orthogonalize"] = ("svd", "gram")[rank]
+    elif how == "workspace":
+        optimizer, _ = optimizer_of("rows")
+        optimizer.param_groups[0]["workspace"] = (0.25, 1e-6)[rank]
+    elif how == "monitor":
+        optimizer, params = optimizer_of("rows")
+        if rank == 0:
+            AngleMonitor(nn.ParameterList(params), optimizer)
+    elif how == "later":  # one of them makes a new plan
+        optimizer, _ = optimizer_of("rows")
+        optimizer.step()
+        if rank == 0:
+            optimizer.param_groups[0]["workspace"] = 0.5
     else:
         optimizer, params = optimizer_of(None)
         params[2].grad = noise(6, 5, seed=rank)
@@ -68,8 +80,11 @@ def disagree(how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("count", "parameter 2 is nothing on rank 0 and w2 (6, 5) torch.float64"),
-        ("method", "parameter 0 is w0 (6, 5) torch.float64"),
+        ("count", "number 2 is not observed on rank 0 and w2 (6, 5) torch.float64, plain"),
+        ("method", "number 0 is w0 (6, 5) torch.float64, (Shard(dim=0),) on (2,), svd Oblique"),
+        ("workspace", "workspace 0.25 on rank 0 and w0"),
+        ("monitor", "number 3 is observed by a monitor on rank 0 and not observed on rank 1"),
+        ("later", "workspace 0.5 on rank 0 and w0"),
         ("gradients", "the gradient of parameter 'w2' is not the same on ranks"),
     ],
 )
@@ -80,6 +95,45 @@ def test_ranks_that_disagree_are_told_what_about(how: str, said: str) -> None:
         assert said in str(outcome)
         assert "process_group=False" in str(outcome)
     assert time.monotonic() - began < 30
+
+
+def after_a_refusal() -> list[bool]:
+    """AdamW's parameters and clocks are where they were, too."""
+    optimizer, params = optimizer_of("rows")
+    other = parameter(4, 3)
+    optimizer.add_param_group({"params": [("other", other)], "algorithm": "adamw"})
+    other.grad = noise(4, 3, seed=9)
+    optimizer.step()
+    before, clocks = other.detach().clone(), [g["step"] for g in optimizer.param_groups]
+    if dist.get_rank() == 1:
+        params[0].grad = None
+    try:
+        optimizer.step()
+    except RuntimeError:
+        after = [g["step"] for g in optimizer.param_groups]
+        return [torch.equal(before, other.detach()), clocks == after]
+    return []
+
+
+def test_a_refused_step_moves_nothing() -> None:
+    assert results(2, after_a_refusal) == [[True, True]] * 2
+
+
+def warmed_up() -> list[int]:
+    """Rank 3 has no row of six, and so no gradient that is not zero."""
+    own, params = made([{"shapes": [(6, 5)]}], PLACEMENTS["rows"], torch.float64)
+    optimizer = AngularMuown(own, lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 2)
+    for step in range(2):
+        for p, _ in params:
+            p.grad = place(noise(6, 5, seed=step), PLACEMENTS["rows"])
+        optimizer.step()
+        schedule.step()
+    return [group["step"] for group in optimizer.param_groups]
+
+
+def test_a_first_step_at_rate_zero_is_one_for_all_ranks() -> None:
+    assert results(4, warmed_up) == [[2]] * 4
 
 
 def killed() -> str:

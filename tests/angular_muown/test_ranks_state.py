@@ -166,6 +166,8 @@ ROUTES = [
     (2, "ddp", 4, "fsdp x tp"),
     (4, "hsdp", 2, "ddp"),
     (2, "tp", 4, "hsdp"),
+    (1, "alone", 4, "fsdp"),
+    (4, "fsdp x tp", 1, "alone"),
 ]
 
 
@@ -198,6 +200,11 @@ def whole_and_back(way: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
             p.copy_(start[name])
     fresh = AngularMuown(plan(net, stacks=["experts"], aux_lr=0.01), lr=0.05)
     fresh.load_state_dict({"state": copy.deepcopy(state), "param_groups": own["param_groups"]})
+    for values in fresh.state.values():
+        for value in values.values():
+            if isinstance(value, DTensor):
+                part = value.to_local()
+                assert part.untyped_storage().nbytes() == part.nbytes, "nothing whole is kept"
     train(model, fresh, range(2, 4))
     return wanted, weights(net)
 
@@ -205,6 +212,25 @@ def whole_and_back(way: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 def test_a_whole_state_dict_finds_its_places() -> None:
     for wanted, found in results(2, whole_and_back, "fsdp"):
         assert_same(found, wanted)
+
+
+def lacking() -> list[list[str]]:
+    """Rank 0's experts got no tokens."""
+    net, model, optimizer = built("fsdp")
+    train(model, optimizer, range(1))
+    optimizer = AngularMuown(plan(net, stacks=["experts"], aux_lr=0.01), lr=0.05)
+    for name, p in net.named_parameters():
+        absent = dist.get_rank() == 0 and name in ("experts", "head.bias")
+        p.grad = None if absent else torch.zeros_like(p)
+    optimizer.step()
+    keys = [sorted(optimizer.state[p]) for p in net.parameters()]
+    return [*keys, [str(group["step"]) for group in optimizer.param_groups]]
+
+
+def test_ranks_have_the_same_keys_and_clocks_whatever_their_gradients() -> None:
+    first, second = results(2, lacking)
+    assert first == second
+    assert all(first)
 
 
 def looked_at(way: str) -> bool:

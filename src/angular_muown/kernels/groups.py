@@ -26,6 +26,15 @@ class FusedGroups:
         self.work: dict[torch.device, Tensor] = {}
         self.kept: list[FusedStep | Tensor] = []  # what graphs of the user read
 
+    @staticmethod
+    def of(groups: Sequence[dict[str, Any]]) -> "FusedGroups":
+        """With the work buffer that the groups' `workspace` allows."""
+        matrices = [group for group in groups if group["algorithm"] == "matrix"]
+        sizes = [
+            g["workspace"] * p.numel() * p.element_size() for g in matrices for p in g["params"]
+        ]
+        return FusedGroups(int(sum(sizes)))
+
     def advance(
         self,
         index: int,
