@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -93,3 +94,23 @@ def test_links_lead_somewhere(path: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", prose):
         if not target.startswith("http"):
             assert (path.parent / target).exists(), target
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "allowed"),
+    [
+        ("The lab imports only the library's public names", "", {"integrations", "plan", "theory"}),
+        ("The lab imports only the library's public names", "theory", set()),
+        ("The theory stands on the stages alone", "", {"stages", "theory"}),
+    ],
+)
+def test_import_contracts_forget_no_module(name, source, allowed) -> None:
+    """A new module is forbidden until somebody allows it."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    (contract,) = (c for c in settings["contracts"] if c["name"] == name)
+    package = ROOT / "src" / "angular_muown" / source
+    entries = [*package.glob("[!_]*.py"), *(x.parent for x in package.glob("*/__init__.py"))]
+    modules = {".".join(x.relative_to(ROOT / "src").with_suffix("").parts) for x in entries}
+    wanted = modules - {f"angular_muown.{x}" for x in allowed}
+    assert wanted
+    assert wanted <= set(contract["forbidden_modules"])

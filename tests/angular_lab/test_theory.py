@@ -193,6 +193,24 @@ def test_the_tables_in_the_docs_are_the_measured_ones(page) -> None:
                 assert line in docs, told
 
 
+def test_the_factors_in_the_docs_are_the_measured_ones() -> None:
+    docs = (ROOT / "docs" / "theory.md").read_text()
+    data = json.loads((RESULTS / "guarantee.json").read_text())
+    for name, words in (("cells", "by a factor of {:.1f} to {:.0f};"),
+                        ("rank_cells", "the rank alone, below, by {:.1f} to {:.0f}.")):  # fmt: skip
+        factors = [cell["bound"] / cell["mean"] for cell in data[name]]
+        assert words.format(min(factors), max(factors)) in docs
+    least = min(c["bound"] / c["dual_mean"] for c in data["cells"] + data["rank_cells"])
+    told = re.search(r"under it everywhere by a factor of ([\d.]+) or more", docs)
+    assert told
+    assert float(told[1]) <= least < float(told[1]) + 0.01
+
+
+@pytest.mark.parametrize(("m", "n"), [(4, 16), (8, 8), (16, 4), (1, 32)])
+def test_the_constant_of_alignment_is_what_the_docs_say(m, n) -> None:
+    assert Alignment(m, n, 0.5).constants[0] == pytest.approx(min(1, min(m, n) / m))
+
+
 def test_the_figures_in_the_docs_are_the_measured_ones(page) -> None:
     """Up to matplotlib's rounding: the same curves, point by point to a tenth of a pixel."""
     docs = (ROOT / "docs" / "theory.md").read_text()

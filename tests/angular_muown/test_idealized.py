@@ -1,6 +1,7 @@
 """Algorithm 2 as an optimizer."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -94,17 +95,59 @@ def test_it_copies_saves_and_loads_like_an_optimizer() -> None:
     assert torch.equal(p, q)
 
 
-def test_errors_name_the_thing() -> None:
-    with pytest.raises(ValueError, match="retraction='sphere': it must be one of normalize, exp"):
-        IdealizedAngularMuown([parameter(2, 3)], 0.1, 0.9, retraction="sphere")
-    with pytest.raises(ValueError, match="inner_steps=-1"):
-        IdealizedAngularMuown([parameter(2, 3)], 0.1, 0.9, inner_steps=-1)
+BAD = {
+    "lr": (-1, float("nan"), float("inf"), True, "0.1", None, torch.tensor([0.1, -0.1])),
+    "momentum": (2, -0.1, None, torch.tensor([[[0.5]], [[1.5]]])),
+    "inner_steps": (-1, 1.5, True),
+    "iterations": (0, 2.0),
+    "tolerance": (-1e-6, float("nan"), None),
+    "retraction": ("foo", None, ["normalize"]),
+    "transport": ("foo",),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(k, v) for k, values in BAD.items() for v in values])
+def test_bad_values_are_refused_when_a_group_is_added(name, value) -> None:
+    """As an argument, as a group's own value, and in a group that comes later."""
+    words = re.escape(f"{name}={value!r} is not valid: it must be ")
+    with pytest.raises(ValueError, match=words):
+        IdealizedAngularMuown([parameter(2, 3)], **{"lr": 0.1, "momentum": 0.9, name: value})
+    group = {"params": [parameter(2, 3)], name: value}
+    with pytest.raises(ValueError, match=words):
+        IdealizedAngularMuown([dict(group)], 0.1, 0.9)
+    optimizer = IdealizedAngularMuown([parameter(2, 3)], 0.1, 0.9)
+    with pytest.raises(ValueError, match=words):
+        optimizer.add_param_group(group)
+    assert len(optimizer.param_groups) == 1  # what was refused is not there
+
+
+def test_errors_say_what_would_be_right() -> None:
+    for value, words in (
+        ({"lr": -1}, "a finite number >= 0, or a tensor of them"),
+        ({"momentum": 2}, r"a number in \[0, 1\], or a tensor of them"),
+        ({"retraction": "foo"}, "one of 'normalize', 'exponential'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            IdealizedAngularMuown([{"params": [parameter(2, 3)], **value}], 0.1, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("p", "words"),
+    [
+        (parameter(3), r"parameter 1 of group 0 has the shape \(3,\): matrices \(..., m, n\)"),
+        (nn.Parameter(torch.ones(2, 3, dtype=torch.cfloat)), r"1 of group 0 is torch\.complex64"),
+        (nn.Parameter(torch.empty(0, 3)), "1 of group 0 .* has no entries: leave it out"),
+    ],
+)
+def test_what_is_no_matrix_is_refused_when_it_is_added(p, words) -> None:
+    with pytest.raises(ValueError, match=words):
+        IdealizedAngularMuown([parameter(2, 3), p], 0.1, 0.9)
+
+
+def test_a_row_of_zeros_is_refused_at_the_first_step() -> None:
+    """Until then it may be filled."""
     zero = parameter(2, 3)
     zero.data[1] = 0
     zero.grad = torch.ones_like(zero)
     with pytest.raises(ValueError, match="parameter 0 of group 0 has a row of zeros"):
         IdealizedAngularMuown([zero], 0.1, 0.9).step()
-    vector = parameter(3)
-    vector.grad = torch.ones_like(vector)
-    with pytest.raises(ValueError, match=r"has the shape \(3,\): matrices"):
-        IdealizedAngularMuown([vector], 0.1, 0.9).step()

@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from angular_muown.stages import tangent
 from angular_muown.theory import (
     dual_steps,
     feasible,
+    inner_steps,
     project,
     radial,
     solver_path,
@@ -224,6 +226,24 @@ def test_dual_steps_come_near_the_solution_and_prove_it(shape) -> None:
         value, reached = dual_value(X, U, f.multiplier).item(), -(X * f.D).sum().item()
         assert reached <= best * (1 + 1e-6) <= value * (1 + 2e-6)
         assert 1 - reached / value == pytest.approx(f.gap.item(), abs=DUAL_SLACK)
+
+
+@pytest.mark.parametrize("kind", SPECTRA)
+@pytest.mark.parametrize("shape", [(4, 16), (16, 4), (8, 8), (3, 3)])
+def test_the_smooth_factor_is_near_the_nuclear_norm(kind, shape) -> None:
+    """What the steps lower is <X, Q>. It is within 0.301 SOFTNESS of |X|_*, so that |X|_* rises by
+    no more than this in a step; the product itself never does."""
+    pairs = [problem(kind, *shape, seed=seed) for seed in range(10)]
+    T, U = (torch.stack(side) for side in zip(*pairs, strict=True))
+    start = torch.zeros_like(T[..., :1])
+    found = [tangent.dual_steps(inner_steps._soft, T, U, start, k) for k in range(8)]
+    products = [f.value.squeeze(-1, -2) for f in found]
+    norms = [torch.linalg.svdvals(f.X).sum(dim=-1) for f in found]
+    for product, norm in zip(products, norms, strict=True):
+        assert (product < norm).all()
+        assert (product > (1 - 0.301 * inner_steps.SOFTNESS) * norm).all()
+    for values, rise in ((products, 0), (norms, 0.301 * inner_steps.SOFTNESS)):
+        assert all((b <= a / (1 - rise)).all() for a, b in pairwise(values))
 
 
 def test_dual_steps_go_on_from_a_multiplier() -> None:

@@ -72,7 +72,7 @@ class Dual(NamedTuple):
     multiplier: Tensor  # l, (..., m, 1)
     X: Tensor  # X + Diag(l) U
     Q: Tensor  # its polar factor
-    value: Tensor  # its nuclear norm, <X + Diag(l) U, Q>, (..., 1, 1)
+    value: Tensor  # <X + Diag(l) U, Q>, (..., 1, 1): its nuclear norm, as well as Q is exact
 
 
 def dual_steps(polar: Polar, X: Tensor, U: Tensor, multiplier: Tensor, steps: int) -> Dual:
@@ -80,8 +80,9 @@ def dual_steps(polar: Polar, X: Tensor, U: Tensor, multiplier: Tensor, steps: in
     Q = polar(X + Diag(l) U) is tangent.
 
     f is convex and has the gradient h_i = <Q_i, U_i>. Each step costs one polar factor and divides
-    h by f's curvature in l_i, as if there were no other row. A step that does not lower f is taken
-    back, and the next one is half as long.
+    h by f's curvature in l_i, as if there were no other row. A step that does not lower
+    <X + Diag(l) U, Q> is taken back, and the next one is half as long. With the exact Q this is f,
+    which then never rises; with an approximate one f may rise by as much as the two differ.
     """
     at = _at(polar, X, U, multiplier)
     length = torch.ones_like(at.value)

@@ -1,6 +1,7 @@
 """Algorithm 2 of the paper as an optimizer: what the convergence theorem is about."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from sys import float_info
 from typing import Any
 
 import torch
@@ -20,6 +21,40 @@ TRANSPORTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "none": lambda M, U, V: M,  # the paper's: M adds up in the ambient space
     "project": lambda M, U, V: project(M, V),
     "parallel": transport,
+}
+
+
+def _within(low: float, high: float) -> Callable[[Any], bool]:
+    """Of numbers, and of tensors all of whose entries are such: each problem may have its own."""
+
+    def is_valid(x: Any) -> bool:
+        if isinstance(x, Tensor):
+            return x.is_floating_point() and bool(((x >= low) & (x <= high)).all())
+        return isinstance(x, int | float) and not isinstance(x, bool) and low <= x <= high
+
+    return is_valid
+
+
+def _count(least: int) -> tuple[Callable[[Any], bool], str]:
+    def is_valid(x: Any) -> bool:
+        return isinstance(x, int) and not isinstance(x, bool) and x >= least
+
+    return is_valid, f"a whole number >= {least}"
+
+
+def _one_of(known: Mapping[str, Any]) -> tuple[Callable[[Any], bool], str]:
+    return (lambda x: x in tuple(known)), "one of " + ", ".join(map(repr, known))
+
+
+# What a group may hold. The library's own rules (checks.py) are about one number for a group.
+RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "lr": (_within(0, float_info.max), "a finite number >= 0, or a tensor of them"),
+    "momentum": (_within(0, 1), "a number in [0, 1], or a tensor of them"),
+    "inner_steps": _count(0),
+    "iterations": _count(1),
+    "tolerance": (_within(0, float_info.max), "a finite number >= 0"),
+    "retraction": _one_of(RETRACTIONS),
+    "transport": _one_of(TRANSPORTS),
 }
 
 
@@ -59,16 +94,6 @@ class IdealizedAngularMuown(torch.optim.Optimizer):
         retraction: str = "normalize",
         transport: str = "none",
     ) -> None:
-        for name, value, known in (
-            ("retraction", retraction, RETRACTIONS),
-            ("transport", transport, TRANSPORTS),
-        ):
-            if value not in known:
-                raise ValueError(f"{name}={value!r}: it must be one of {', '.join(known)}")
-        if inner_steps < 0 or iterations < 1:
-            raise ValueError(
-                f"inner_steps={inner_steps}, iterations={iterations}: at least 0 and 1 are needed"
-            )
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -79,6 +104,16 @@ class IdealizedAngularMuown(torch.optim.Optimizer):
             "transport": transport,
         }
         super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuses what it cannot work with, here and not at some step."""
+        super().add_param_group(param_group)
+        index = len(self.param_groups) - 1
+        try:
+            _check_group(self.param_groups[index], index)
+        except ValueError:
+            del self.param_groups[index]
+            raise
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -91,14 +126,27 @@ class IdealizedAngularMuown(torch.optim.Optimizer):
             for number, p in enumerate(group["params"]):
                 if p.grad is not None:
                     if "momentum_buffer" not in self.state[p]:
-                        _check(p, f"parameter {number} of group {index}")
+                        _check_rows(p, f"parameter {number} of group {index}")
                     _advance(p, self.state[p], group)
         return loss
 
 
-def _check(p: Tensor, name: str) -> None:
-    if p.dim() < 2:
-        raise ValueError(f"{name} has the shape {tuple(p.shape)}: matrices (..., m, n) are needed")
+def _check_group(group: dict[str, Any], index: int) -> None:
+    for key, (is_valid, wanted) in RULES.items():
+        if not is_valid(group[key]):
+            raise ValueError(f"{key}={group[key]!r} is not valid: it must be {wanted}")
+    for number, p in enumerate(group["params"]):
+        name, shape = f"parameter {number} of group {index}", tuple(p.shape)
+        if not p.is_floating_point():
+            raise ValueError(f"{name} is {p.dtype}: real floating point is needed")
+        if p.dim() < 2:
+            raise ValueError(f"{name} has the shape {shape}: matrices (..., m, n) are needed")
+        if p.numel() == 0:
+            raise ValueError(f"{name} (shape {shape}) has no entries: leave it out")
+
+
+def _check_rows(p: Tensor, name: str) -> None:
+    """At its first step: until then, weights may be filled."""
     if bool((row_norm(p) == 0).any()):
         raise ValueError(f"{name} has a row of zeros, which has no direction: start elsewhere")
 

@@ -15,8 +15,7 @@ from angular_muown.theory.smooth_polar import SmoothPolar
 from angular_muown.theory.tangent import TangentPolar, feasible, tangency
 
 # Smoothing, of the mean singular value. Square matrices end where a singular value is zero; there
-# the polar factor jumps and is not tangent. With less of it the gap of 8 x 8 matrices grows from 1%
-# to 8%; with twice as much, the gap is what smoothing costs.
+# the polar factor jumps and is not tangent. docs/log.md has what less and more of it leave.
 SOFTNESS = 0.05
 
 
@@ -35,5 +34,10 @@ def dual_steps(M: Tensor, U: Tensor, multiplier: Tensor | None, steps: int) -> T
 
 
 def _soft(X: Tensor) -> Tensor:
+    """sigma / phi for the singular values, with eps in proportion to their mean. So Q is near the
+    gradient of the nuclear norm, and the gradient of no function. <X, Q> is at most
+    0.301 SOFTNESS, 1.5%, below |X|_*: sigma (1 - sigma / phi) <= 0.301 eps, summed. A step that
+    lowers the one may raise the other within this; the proven gap is of |X|_* itself.
+    """
     polar = SmoothPolar.of(X, X.new_zeros(()))
     return polar._replace(eps=nonzero(SOFTNESS * polar.S.mean(dim=-1, keepdim=True))).Q

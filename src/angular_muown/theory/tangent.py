@@ -2,8 +2,8 @@
 
     minimize <M, D>   over   |D|_op <= 1,  <D_i, U_i> = 0 for every row i
 
-With a multiplier lambda_i for every row, the dual problem is to minimize the nuclear norm of
-X = M + Diag(lambda) U; its gradient is h_i = <polar(X)_i, U_i>. Every feasible D bounds it from
+With a multiplier l_i for every row, the dual problem is to minimize the nuclear norm of
+X = M + Diag(l) U; its gradient is h_i = <polar(X)_i, U_i>. Every feasible D bounds it from
 below, -<M, D> <= |X|_*. The difference is the duality gap: it proves how good D is.
 """
 
@@ -33,7 +33,7 @@ class TangentPolar(NamedTuple):
     """The direction and its proof. `gap` and `tangency` have the batch's shape."""
 
     D: Tensor
-    multiplier: Tensor  # lambda, (..., m)
+    multiplier: Tensor  # l, (..., m)
     gap: Tensor  # (|X|_* + <M, D>) / |X|_*: at most this share of the best is missing
     tangency: Tensor  # max_i |<D_i, U_i>|
 
@@ -118,7 +118,7 @@ def _start(M: Tensor, U: Tensor, multiplier: Tensor | None) -> _Walk:
 def _step(walk: _Walk, M: Tensor, U: Tensor, opening: bool) -> _Walk:
     """One step of the multiplier, between the majorizer's and Newton's, kept where F falls."""
     at, eps = walk.at, _next_eps(walk)
-    # Newton's equations for lambda and eps together: the path of minima is followed to the new eps
+    # Newton's equations for l and eps together: the path of minima is followed to the new eps
     # along its tangent. From the old minimum alone, steps at a smaller eps would overshoot.
     ahead = at.Q + (eps - at.eps).unsqueeze(-1) * at.Q_by_eps
     caution = torch.ones_like(walk.caution) if opening else walk.caution
