@@ -113,7 +113,7 @@ def check_values(group: Mapping[str, Any]) -> None:
             f"radius_lr={group['radius_lr']!r} with lr=0: radius_lr is scheduled in proportion to "
             "lr, so lr must start above 0"
         )
-    if matrices and group["orthogonalize"] == TANGENT and "tangent_steps" not in group:
+    if matrices and group.get("orthogonalize") == TANGENT and "tangent_steps" not in group:
         raise ValueError(
             f"orthogonalize={TANGENT!r} is for AngularMuown alone: choose one of "
             + ", ".join(map(repr, ORTHOGONALIZERS))
