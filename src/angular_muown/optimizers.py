@@ -22,8 +22,8 @@ Arguments that all members share:
     process_group: ranks that hold copies of plain parameters (DDP) and share the work; None is the
         default group (on a GPU: every rank by itself), False is every rank by itself. Parameters
         that are DTensors (FSDP2, tensor parallel) bring their ranks along.
-    wire_dtype: dtype of matrices between ranks; None is what the iterations compute in (bf16 on a
-        GPU, float32 on a CPU).
+    wire_dtype: dtype of matrices between ranks; None is what the polar factor is computed in (bf16
+        for iterations on a GPU, otherwise float32 or float64).
 Arguments of the members with row lengths:
     radius: "adam", "log_adam" (multiplicative) or "fixed".
     radius_lr: the row lengths' learning rate at the initial lr; follows lr's schedule. None: lr.
