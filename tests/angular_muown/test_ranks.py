@@ -83,6 +83,8 @@ def test_every_placement_gives_the_weights_of_one_process(
         for ours, wanted in zip(rank[case, placement], alone[case], strict=True):
             if case == "integers":
                 assert torch.equal(ours, wanted), "the exact polar factor, sums without rounding"
+            if wanted.dtype == torch.bfloat16:  # rounded by the same noise, but for a last bit
+                assert (ours == wanted).double().mean() > 0.98
             tolerance = TOLERANCE.get(case, 1e-12)
             torch.testing.assert_close(ours, wanted, rtol=tolerance, atol=tolerance)
 
