@@ -15,6 +15,7 @@ HOSTS = {
     "lightning": {"lightning"},
     "megatron": {"megatron"},
     "megatron_checkpoint": {"megatron"},
+    "megatron_marks": {"megatron"},
     "optax": {"jax", "optax"},
     "optax_stages": {"jax"},
     "torchtitan": {"torchtitan"},

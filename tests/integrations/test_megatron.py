@@ -200,13 +200,41 @@ def _paths() -> str:
     return os.pathsep.join([str(EXAMPLES), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
+PLACED = """
+with use_the_cpu():
+    model = make_model()
+    names = {p: name for name, p in model.module.named_parameters()}
+    placed = {}
+    for part in make_optimizer(model).chained_optimizers:
+        found = [names[p] for group in part.optimizer.param_groups for p in group["params"]]
+        placed.setdefault(type(part.optimizer).__name__, []).extend(found)
+    Path("placed.json").write_text(json.dumps(placed))
+"""
+HIDDEN = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1",
+          "mlp.linear_fc2")  # fmt: skip
+
+
+def assert_placed(placed: dict[str, list[str]]) -> None:
+    """What landed where on the example's model, position embeddings among the rest."""
+    matrices = placed.pop("MegatronAngularMuown")
+    assert {*matrices} == {f"decoder.layers.{i}.{name}.weight" for i in (0, 1) for name in HIDDEN}
+    (rest,) = placed.values()
+    norms = ("input_layernorm", "pre_mlp_layernorm")
+    tables = ("embedding.word_embeddings", "embedding.position_embeddings", "output_layer")
+    wanted = {f"decoder.layers.{i}.{norm}.weight" for i in (0, 1) for norm in norms}
+    wanted |= {f"{name}.weight" for name in (*tables, "decoder.final_layernorm")}
+    assert {*rest} == wanted
+    assert len(matrices) + len(rest) == len({*matrices, *rest})
+
+
 def test_megatron_trains_and_resumes_on_one_and_two_ranks(tmp_path: Path) -> None:
     """Two ranks save; both they and a single rank go on from that. A single rank alone does the
     same steps, up to the order in which float32 sums are taken."""
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     run_example(tmp_path, 2, "main(Path('two'), 8)")
-    run_example(tmp_path, 1, "main(Path('one'), 8)\nmain(Path('two'), 8)")
+    run_example(tmp_path, 1, f"main(Path('one'), 8)\nmain(Path('two'), 8)\n{PLACED}")
+    assert_placed(json.loads((tmp_path / "placed.json").read_text()))
     alone, both, after = (
         json.loads((tmp_path / name).read_text())
         for name in ("one/result-1.json", "two/result-2.json", "two/result-1.json")
@@ -264,6 +292,30 @@ def test_the_registry_gets_an_entry(megatron: Any, monkeypatch: pytest.MonkeyPat
     assert key.matches(matrix, "decoder.layers.0.mlp.router.weight")
     assert key.matches(vector, "decoder.final_layernorm.weight")
     assert key.matches(head, "output_layer.weight")
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden"),
+    [
+        ("module.decoder.layers.0.mlp.linear_fc1.weight", True),
+        ("module.embedding.word_embeddings.weight", False),
+        ("module.embedding.position_embeddings.weight", False),
+        ("embedding.tokentype_embeddings.weight", False),
+        ("position_embeddings.weight", False),
+        ("decoder.layers.0.mlp.router.weight", False),
+        ("decoder.layers.0.mlp.shared_experts.gate_weight", False),
+    ],
+)
+def test_names_alone_tell_tables_and_routers(name: str, hidden: bool) -> None:
+    """All that the registry shows."""
+    assert host.is_matrix(nn.Parameter(torch.ones(2, 2)), name) == hidden
+
+
+def test_what_an_embedding_owns_is_no_matrix_whatever_its_name(megatron: Any) -> None:
+    model = nn.ModuleDict({"places": nn.Embedding(4, 4), "map": nn.Linear(4, 4)})
+    host.mark([model])
+    found = [name for name, p in model.named_parameters() if host.is_matrix(p, name)]
+    assert found == ["map.weight"]
 
 
 def test_without_a_registry_the_error_names_the_function(megatron: Any) -> None:
