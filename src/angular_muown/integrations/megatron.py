@@ -2,10 +2,12 @@
 
     # megatron-core >= 0.19, which has a registry
     register(aux_lr=2e-3, warmup_steps=200)
-    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="angular_muown", lr=0.02), [model])
+    values = {"lr": 0.02, "weight_decay": 0.0, "adam_beta2": 0.95}  # Megatron has other defaults
+    config = OptimizerConfig(optimizer="angular_muown", **values)
+    optimizer = get_megatron_optimizer(config, [model])
 
     # before it
-    optimizer = get_angular_muown_optimizer(OptimizerConfig(lr=0.02), [model], aux_lr=2e-3)
+    optimizer = get_angular_muown_optimizer(OptimizerConfig(**values), [model], aux_lr=2e-3)
 
 Hidden matrices go to AngularMuown; embeddings, output, norms, biases and routers to Megatron's own
 Adam. Importing this module does not import Megatron; calling these two functions does.
@@ -36,6 +38,11 @@ class MegatronAngularMuown(AngularMuown):
         settings: AngularMuown's.
     """
 
+    qkv_split_shapes: list[int] | None = None
+    pg_collection: Any = None
+    # ranks of a pipeline have other parameters: who shares is Megatron's to say, by DTensors
+    process_group: Any = False
+
     def __init__(
         self,
         params: Any,
@@ -46,9 +53,17 @@ class MegatronAngularMuown(AngularMuown):
         **settings: Any,
     ) -> None:
         self.qkv_split_shapes, self.pg_collection = qkv_split_shapes, pg_collection
-        # ranks of a pipeline have other parameters: who shares is Megatron's to say, by DTensors
-        settings.setdefault("process_group", False)
+        settings.setdefault("process_group", self.process_group)
         super().__init__(params, lr, **settings)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, to which torch gives groups and state only."""
+        if self.pg_collection is not None:
+            raise TypeError(
+                "an optimizer with process groups cannot be copied: make a new one and load this "
+                "one's state_dict"
+            )
+        return {**super().__getstate__(), "qkv_split_shapes": self.qkv_split_shapes}
 
     def _check_parameters(self, index: int) -> None:
         """A rank of a pipeline may hold no parameter of a group that others have."""
