@@ -1,6 +1,6 @@
 """AngularMuown in Megatron-LM: megatron-core's GPT and its torch_dist checkpoints, on a CPU.
 
-    pip install 'angular-muown[megatron]'
+    pip install -e '.[megatron]'
     python examples/megatron_gpt.py --out /tmp/megatron_gpt
     torchrun --nproc-per-node 2 examples/megatron_gpt.py --out /tmp/megatron_gpt   # tensor parallel
 
