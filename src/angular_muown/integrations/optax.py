@@ -25,7 +25,7 @@ from angular_muown.stages.scale import SCALES
 
 Rate = float | Callable[[Any], Any]  # a number or an optax schedule
 # How matrices are stored; `angular_muown`'s arguments
-STORED: dict[str, dict[str, bool]] = {
+STORED: dict[str, dict[str, Any]] = {
     "matrix": {},
     "transposed": {"transposed": True},
     "stack": {"stacks": True},
@@ -156,7 +156,12 @@ def with_adamw(
         settings: as in `angular_muown`.
     """
     rate = _following("aux_learning_rate", aux_learning_rate, learning_rate, peak_learning_rate)
-    common = {"betas": betas, "eps": eps, "peak_learning_rate": peak_learning_rate, **settings}
+    common: dict[str, Any] = {
+        "betas": betas,
+        "eps": eps,
+        "peak_learning_rate": peak_learning_rate,
+        **settings,
+    }
     rules: dict[Hashable, optax.GradientTransformation] = {
         name: angular_muown(learning_rate, **common, **stored) for name, stored in STORED.items()
     }
