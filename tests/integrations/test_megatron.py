@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from angular_muown import AngleMonitor, AngularMuown
@@ -23,6 +22,7 @@ from angular_muown.integrations import megatron as host
 from angular_muown.integrations.megatron import MegatronAngularMuown
 from tests.angular_lab.runs import free_port
 from tests.integrations.scripts import EXAMPLES, assert_falls
+from tests.ranks import results
 
 STEPS, RANKS = 3, 2
 SIZES = [4, 2, 2]  # rows of q, k and v in a query group
@@ -101,9 +101,9 @@ class Ranks:
         self.tp, self.expt_tp = tp, None
 
 
-def on_a_rank(rank: int, folder: str) -> None:
-    store = torch.distributed.FileStore(f"{folder}/store", RANKS)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+def on_a_rank() -> dict[str, dict[str, Any]]:
+    """What a rank has of each kind of weight after its steps, and its state."""
+    rank, found = torch.distributed.get_rank(), {}
     for kind, marks in KINDS.items():
         W, *gradients = tensors((16, 12))
         dim = marks.get("partition_dim")
@@ -118,19 +118,19 @@ def on_a_rank(rank: int, folder: str) -> None:
         p = marked(own(W), marks)
         groups = Ranks(torch.distributed.group.WORLD)
         state = stepped(p, [own(G) for G in gradients], groups).state[p]
-        torch.save({"p": p.detach(), **state}, f"{folder}/{kind}-{rank}.pt")
-    torch.distributed.destroy_process_group()
+        found[kind] = {"p": p.detach(), **state}
+    return found
 
 
-def test_two_ranks_step_as_one_does(tmp_path: Path) -> None:
+def test_two_ranks_step_as_one_does() -> None:
     """Row lengths, row products and the polar factor of a spread weight are those of the whole: bit
     for bit, or where rows are cut, whose sums are added over ranks in another order, nearly so."""
-    mp.spawn(on_a_rank, (str(tmp_path),), nprocs=RANKS)
+    ranks = results(RANKS, on_a_rank)
     for kind, marks in KINDS.items():
         W, *gradients = tensors((16, 12))
         p = marked(W, marks)
         state = stepped(p, gradients).state[p]
-        parts = [torch.load(tmp_path / f"{kind}-{rank}.pt") for rank in range(RANKS)]
+        parts = [rank[kind] for rank in ranks]
         for name, whole in {"p": p.detach(), **state}.items():
             found = [part[name] for part in parts]
             dim = marks.get("partition_dim")
