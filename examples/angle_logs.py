@@ -1,6 +1,6 @@
 """Angles, radii and kappa in TensorBoard, W&B or trackio, with one line.
 
-    pip install tensorboard      # or wandb, or trackio
+    pip install -e '.[tensorboard]'      # or wandb, or trackio
     python examples/angle_logs.py --to tensorboard --out /tmp/angle_logs
     tensorboard --logdir /tmp/angle_logs
 

@@ -1,6 +1,6 @@
 """AngularMuown in JAX: a small flax network by optax, saved half-way and resumed.
 
-pip install 'angular-muown[jax]'
+pip install -e '.[jax]'
 python examples/flax_mlp.py --out /tmp/flax_mlp
 """
 

@@ -1,6 +1,6 @@
 """AngularMuown in Megatron-LM: megatron-core's GPT and its torch_dist checkpoints, on a CPU.
 
-    pip install 'angular-muown[megatron]'
+    pip install -e '.[megatron]'
     python examples/megatron_gpt.py --out /tmp/megatron_gpt
     torchrun --nproc-per-node 2 examples/megatron_gpt.py --out /tmp/megatron_gpt   # tensor parallel
 
@@ -85,7 +85,7 @@ def make_optimizer(model: Any) -> Any:
 
     from angular_muown.integrations.megatron import get_angular_muown_optimizer
 
-    config = OptimizerConfig(lr=0.02, weight_decay=0.0, clip_grad=0.0)
+    config = OptimizerConfig(lr=0.02, weight_decay=0.0, adam_beta2=0.95, clip_grad=0.0)
     return get_angular_muown_optimizer(config, [model], aux_lr=5e-3, decay_scale=0.05)
 
 

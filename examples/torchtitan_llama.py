@@ -1,6 +1,6 @@
 """AngularMuown in torchtitan: its trainer, its Llama and its checkpoints, on one CPU.
 
-    pip install 'angular-muown[torchtitan]'
+    pip install -e '.[torchtitan]'
     python examples/torchtitan_llama.py --out /tmp/torchtitan_llama
 
 On a GPU only `make_config` is of interest: put such a function into a config registry of yours and

@@ -22,6 +22,7 @@ CONTEXT: Any = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "angular_muown", "tests.ranks"]
 )
+DIED = "ended without a word"
 
 
 class RankError(Exception):
@@ -30,7 +31,7 @@ class RankError(Exception):
 
 def on_ranks(world: int, work: Callable[..., Any], *args: Any, patience: float = PATIENCE) -> Any:
     """`work(*args)` on every rank; what the ranks return, in their order. A rank that raises
-    leaves a RankError in its place; one that dies leaves None."""
+    leaves a RankError in its place, and so does one that dies."""
     with tempfile.TemporaryDirectory() as folder:
         pipes = [CONTEXT.Pipe(duplex=False) for _ in range(world)]
         processes = [
@@ -56,7 +57,7 @@ def _outcome(receiver: Any) -> Any:
         return RankError(f"nothing for {LIMIT} seconds")
     with suppress(EOFError):
         return torch.load(io.BytesIO(receiver.recv_bytes()), weights_only=False)
-    return None
+    return RankError(DIED)
 
 
 def _send(sender: Any, value: Any) -> None:

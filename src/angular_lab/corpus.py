@@ -27,9 +27,7 @@ def optional(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(
-            f"this needs the package {module}: pip install angular-muown[lab]"
-        ) from error
+        raise ImportError(f"this needs the package {module}: pip install -e '.[lab]'") from error
 
 
 def documents(source: str | Path, key: str = "text") -> Iterator[str]:

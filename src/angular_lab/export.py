@@ -77,7 +77,7 @@ def export(model: LanguageModel, spec: ModelSpec, folder: str | PathLike[str]) -
         from safetensors.torch import save_file
     except ImportError as error:
         raise ImportError(
-            "export needs the package safetensors: pip install 'angular-muown[lab]'"
+            "export needs the package safetensors: pip install -e '.[lab]'"
         ) from error
     if spec.kind not in EXPORTS:
         raise ValueError(f"transformers has no model like {spec.kind!r}, only {sorted(EXPORTS)}")

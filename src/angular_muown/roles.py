@@ -19,7 +19,8 @@ EMBEDDING_NAMES = frozenset(
      "position_embedding", "position_embeddings", "cls_token", "mask_token", "register_tokens",
      "lora_embedding_A", "lora_embedding_B")
 )  # fmt: skip
-# Convolutions that read the input, a ConvNet's embedding; conv1 on top, as in torchvision's ResNet.
+# A ConvNet's embedding: every convolution under these, and under conv1 on top, which is a layer in
+# torchvision's ResNet and a Sequential in timm's with a deep stem.
 STEM_NAMES = frozenset(("stem", "conv_stem", "embedder"))
 TOP_LEVEL_STEMS = frozenset(("conv1",))
 TOP_LEVEL_HEADS = frozenset(("fc",))  # a hidden layer's name further down, ResNet's head on top
@@ -176,7 +177,8 @@ def _exception(path: str, module: nn.Module, own: str, p: Tensor, model: nn.Modu
     if isinstance(module, CONVOLUTIONS):
         if 1 < module.groups == module.in_channels:
             return "depthwise"
-        if STEM_NAMES.intersection(path.split(".")) or path in TOP_LEVEL_STEMS:
+        names = path.split(".")
+        if STEM_NAMES.intersection(names) or names[0] in TOP_LEVEL_STEMS:
             return "input convolution"
     if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
         return "transposed convolution"  # its rows are not its outputs

@@ -160,7 +160,7 @@ def test_missing_packages_are_named_with_the_extra(tmp_path, monkeypatch, kind, 
         hf_documents("some/dataset") if kind == "hub" else documents(write(tmp_path, kind, SOME))
     )
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ImportError, match=rf"{module}: pip install angular-muown\[lab\]"):
+    with pytest.raises(ImportError, match=rf"{module}: pip install -e '\.\[lab\]'"):
         next(texts)
 
 

@@ -139,5 +139,5 @@ def test_a_hub_name_without_a_network_says_so() -> None:
 def test_without_the_library_bytes_still_work(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert load_tokenizer("bytes").encode("a") == [97]
-    with pytest.raises(ImportError, match=r"tokenizers: pip install angular-muown\[lab\]"):
+    with pytest.raises(ImportError, match=r"tokenizers: pip install -e '\.\[lab\]'"):
         train_tokenizer(CORPUS, 300)

@@ -1,6 +1,7 @@
 """The scripts in examples/, as modules: tests run what a user runs."""
 
-import importlib.util
+import importlib
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -11,12 +12,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    if str(EXAMPLES) not in sys.path:
+        sys.path.append(str(EXAMPLES))  # as Python does for a script, whose neighbours it imports
+    return importlib.import_module(name)
 
 
 def assert_same_weights(a: nn.Module, b: nn.Module) -> None:

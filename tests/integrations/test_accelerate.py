@@ -4,6 +4,7 @@ accelerate 1.15 shards on accelerators only. The FSDP2 ranks here are gloo proce
 accelerate was told that it shards: what follows is its own code.
 """
 
+import os
 from functools import partial
 from pathlib import Path
 
@@ -14,15 +15,15 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
 
-from tests.integrations.example_scripts import example
-from tests.integrations.ranks import run_ranks
+from tests.integrations.scripts import load
+from tests.ranks import results
 
 STEPS = 12
 
 
 def on_cpu(fsdp2: bool, state_dict_type: str = "SHARDED_STATE_DICT") -> Accelerator:
     """The example's `start` on a machine that may have a GPU, or none."""
-    loop = example("accelerate_loop")
+    loop = load("accelerate_loop")
     plugin = loop.sharding(state_dict_type) if fsdp2 else None
     settings = {"gradient_accumulation_steps": loop.ACCUMULATE, "fsdp_plugin": plugin}
     accelerator = Accelerator(cpu=True, step_scheduler_with_optimizer=False, **settings)
@@ -39,7 +40,7 @@ def whole(p: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> tuple[list[float], torch.nn.Module, Path]:
-    loop, saved = example("accelerate_loop"), tmp_path_factory.mktemp("alone") / "half"
+    loop, saved = load("accelerate_loop"), tmp_path_factory.mktemp("alone") / "half"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "start", on_cpu)
         return (*loop.main(STEPS, out=str(saved)), saved)
@@ -55,7 +56,7 @@ def test_the_loss_falls_and_kappa_counts_whole_steps(alone) -> None:
 
 def test_load_state_equals_the_uninterrupted_run(alone, monkeypatch) -> None:
     losses, model, saved = alone
-    loop = example("accelerate_loop")
+    loop = load("accelerate_loop")
     monkeypatch.setattr(loop, "start", on_cpu)
     rest, again = loop.main(STEPS, resume=str(saved))
     assert rest == losses[STEPS // 2 :]
@@ -72,7 +73,11 @@ CASES = {
 
 def work(folder: Path) -> None:
     """On each rank and for each case: the whole run, then its second half from the saved state."""
-    loop = example("accelerate_loop")
+    rank, world = (str(f()) for f in (torch.distributed.get_rank, torch.distributed.get_world_size))
+    # accelerate asks the environment for what a launcher would have set
+    os.environ.update({"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})
+    loop = load("accelerate_loop")
     for case, (fsdp2, kind) in CASES.items():
         loop.start = partial(on_cpu, state_dict_type=kind)
         saved = str(folder / case)
@@ -89,7 +94,7 @@ def work(folder: Path) -> None:
 
 
 def test_two_ranks_see_what_one_sees_and_go_on_bit_for_bit(alone, tmp_path) -> None:
-    run_ranks(work, tmp_path)
+    results(2, work, tmp_path)
     for case in CASES:
         seen = torch.load(tmp_path / f"{case}.pt")
         assert seen["rest"] == seen["losses"][STEPS // 2 :], case
@@ -99,7 +104,7 @@ def test_two_ranks_see_what_one_sees_and_go_on_bit_for_bit(alone, tmp_path) -> N
 
 
 def test_the_example_does_not_shard_in_name_only(monkeypatch) -> None:
-    loop = example("accelerate_loop")
+    loop = load("accelerate_loop")
     monkeypatch.setattr(loop, "start", lambda fsdp2: on_cpu(False))
     with pytest.raises(SystemExit, match="on accelerators only"):
         loop.main(STEPS, fsdp2=True)

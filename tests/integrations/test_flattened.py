@@ -7,6 +7,7 @@ install it: what it does to the groups is repeated here by hand, and where it is
 import os
 import subprocess
 import sys
+import warnings
 from importlib.util import find_spec
 
 import pytest
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from angular_muown import AngularMuown, plan
 from tests.angular_muown.models import loss_of, tiny_lm
-from tests.integrations.ranks import run_ranks
+from tests.ranks import results
 
 
 def shard(model: nn.Module, **how) -> FullyShardedDataParallel:
@@ -24,7 +25,7 @@ def shard(model: nn.Module, **how) -> FullyShardedDataParallel:
 
 
 def work() -> None:
-    torch.distributed.init_process_group("gloo")
+    warnings.simplefilter("ignore")  # torch's, about FSDP1
     for keep_names in (False, True):
         model = shard(tiny_lm(), use_orig_params=keep_names)
         with pytest.raises(
@@ -51,9 +52,8 @@ def work() -> None:
     assert all(map(torch.equal, before, wrapped.parameters())), "nothing moved"
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_fsdp1_on_two_ranks() -> None:
-    run_ranks(work)
+    results(2, work)
 
 
 def test_a_flat_partition_of_zero_in_a_group() -> None:

@@ -84,8 +84,17 @@ def test_tensorboard(tmp_path: Path) -> None:
         assert [s.value for s in scalars] == pytest.approx(values)
 
 
-def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The values join the user's rows, however often those are logged; none is lost."""
+USERS: dict[str, Any] = {  # what the user logs after step t, to a run
+    "nothing": lambda run, t: None,
+    "often": lambda run, t: [run.log({"loss": 1.0}) for _ in range(3)],
+    "with steps": lambda run, t: run.log({"loss": 1.0}, step=t),
+    "at last": lambda run, t: run.log({"loss": 1.0}) if t == STEPS else None,
+}
+
+
+@pytest.mark.parametrize("habit", USERS)
+def test_wandb_offline(habit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All measurements are in the file, however often the user logs; none of his rows is lost."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     import wandb
@@ -94,14 +103,15 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = make()
     run = wandb.init(project="test", dir=str(tmp_path))
     log_angles(model, optimizer, run, every=EVERY)
-    train(model, optimizer, after=lambda: [run.log({"loss": 1.0}) for _ in range(3)])
+    steps = iter(range(1, STEPS + 1))
+    train(model, optimizer, after=lambda: USERS[habit](run, next(steps)))
     run.finish()
     wandb.teardown()  # the file is written by another process, which this waits for
     rows = _wandb_rows(next(tmp_path.rglob("*.wandb")))
-    assert sum("loss" in row for row in rows) == 3 * STEPS
+    logged = {"nothing": 0, "often": 3 * STEPS, "with steps": STEPS, "at last": 1}
+    assert sum("loss" in row for row in rows) == logged[habit]
     found = {int(row["muown/step"]): row for row in rows if "muown/step" in row}
     assert list(found) == MEASURED
-    assert all("loss" in row for row in found.values())
     for step, values in expected.items():
         assert {k: found[step][k] for k in values} == pytest.approx(values)
 
@@ -144,10 +154,20 @@ def test_the_example_writes_and_learns(
     for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}.items():
         monkeypatch.setenv(name, value)
     assert_falls(load("angle_logs").main(tmp_path, to=to, steps=40), 0.5)
+    measured = [1, 11, 21, 31]
     if to == "trackio":
-        assert list(trackio_rows("angles")) == [1, 11, 21, 31]
+        assert list(trackio_rows("angles")) == measured
+    elif to == "wandb":
+        import wandb
+
+        wandb.teardown()  # the file is written by another process, which this waits for
+        rows = _wandb_rows(next(tmp_path.rglob("*.wandb")))
+        assert [row["muown/step"] for row in rows if "muown/kappa" in row] == measured
     else:
-        assert [*tmp_path.rglob({"tensorboard": "*.tfevents.*", "wandb": "*.wandb"}[to])]
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(tmp_path)).Reload()
+        assert [event.step for event in events.Scalars("muown/kappa")] == measured
 
 
 def test_another_optimizer_is_counted_by_its_own_steps() -> None:

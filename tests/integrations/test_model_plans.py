@@ -214,6 +214,19 @@ def test_a_conv1d_elsewhere_is_turned_and_whole() -> None:
     assert landed(model)["c_attn.weight"] == TURNED
 
 
+def test_every_convolution_of_a_stem_is_an_input_convolution() -> None:
+    """A deep stem is a Sequential under conv1; conv1 further down is a layer like others."""
+    deep = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 8, 3))
+    block = nn.ModuleDict({"conv1": nn.Conv2d(8, 8, 3)})
+    model = nn.ModuleDict({"conv1": deep, "layer1": block, "fc": nn.Linear(8, 2)})
+    found = landed(model)
+    stem = ("adamw", "", "input convolution")
+    assert (found["conv1.0.weight"], found["conv1.2.weight"]) == (stem, stem)
+    assert found["layer1.conv1.weight"] == CONV
+    named = nn.ModuleDict({"stem": deep, "fc": nn.Linear(8, 2)})
+    assert [landed(named)[f"stem.{i}.weight"] for i in (0, 2)] == [stem, stem]
+
+
 def test_what_the_caller_says_of_a_stack_keeps_what_its_module_says() -> None:
     model = build("mixtral")
     groups = plan(model, stacks=["*.gate_up_proj"])

@@ -116,13 +116,17 @@ def assert_close(ours: list[Any], wanted: list[Any], atol: float) -> None:
 def test_parity_in_float32(orthogonalize: str) -> None:
     problems = PROBLEMS["float32"]
     wanted = by_torch(problems, lambda t: 1.0, lr=0.02, orthogonalize=orthogonalize, **KAPPA)
-    ours = by_jax(problems, angular_muown(0.02, orthogonalize=orthogonalize, **KAPPA))
+    ours = by_jax(problems, angular_muown(0.02, stacks=True, orthogonalize=orthogonalize, **KAPPA))
     assert_close(ours, wanted, 1e-5)
 
 
+@pytest.mark.parametrize("number", [True, False], ids=["number", "schedule"])
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_parity_in_float64_with_the_exact_polar_factor(settings: dict[str, Any]) -> None:
-    """With a schedule of lr, which kappa multiplies, and radii that have their own rate."""
+def test_parity_in_float64_with_the_exact_polar_factor(
+    settings: dict[str, Any], number: bool
+) -> None:
+    """With a schedule of lr, which kappa multiplies, and radii that have their own rate: a number,
+    which follows the schedule as it does in torch, or a schedule."""
     problems, values = PROBLEMS["float64"], {"orthogonalize": "svd", **KAPPA, **settings}
     rate = partial(wsd, total_steps=STEPS, warmup_steps=10, decay_steps=20)
     wanted = by_torch(problems, rate, lr=0.02, radius_lr=0.01, **values)
@@ -130,7 +134,11 @@ def test_parity_in_float64_with_the_exact_polar_factor(settings: dict[str, Any])
     with jax.enable_x64(True):
         factor = jnp.asarray(factors)
         transformation = angular_muown(
-            lambda t: 0.02 * factor[t], radius_learning_rate=lambda t: 0.01 * factor[t], **values
+            lambda t: 0.02 * factor[t],
+            radius_learning_rate=0.01 if number else lambda t: 0.01 * factor[t],
+            peak_learning_rate=0.02 if number else None,
+            stacks=True,
+            **values,
         )
         ours = by_jax(problems, transformation)
     assert_close(ours, wanted, 1e-12)
@@ -158,7 +166,11 @@ def test_a_16_bit_weight_gets_its_step_in_float32() -> None:
     np.testing.assert_array_equal(ours, exact)
 
 
-def test_a_whole_model_with_adamw_has_the_torch_optimizers_numbers() -> None:
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_whole_model_with_adamw_has_the_torch_optimizers_numbers(scheduled: bool) -> None:
+    """Numbers for AdamW's and the radii's rates follow the schedule of lr, in both libraries."""
+    rate = partial(wsd, total_steps=20, warmup_steps=5, decay_steps=5) if scheduled else None
+    factors = jnp.asarray([rate(t) if rate else 1.0 for t in range(20)])
     rng = np.random.default_rng(0)
     shapes = {"embed": (11, 6), "hidden": (6, 12), "bias": (12,), "head": (12, 3)}
     params = {name: rng.standard_normal(shape).astype("float32") for name, shape in shapes.items()}
@@ -166,10 +178,20 @@ def test_a_whole_model_with_adamw_has_the_torch_optimizers_numbers() -> None:
     hidden = torch_params.pop("hidden")
     rest = {"params": [*torch_params.values()], "algorithm": "adamw", "lr": 3e-3}
     optimizer = AngularMuown(
-        [{"params": [hidden], "transposed": True}, {**rest, "weight_decay": 0.1}], lr=0.02
+        [{"params": [hidden], "transposed": True}, {**rest, "weight_decay": 0.1}],
+        lr=0.02,
+        radius_lr=0.05,
     )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate or (lambda t: 1.0))
     labels = partial(label, rules={"embed": "adamw", "head": "adamw", "*": "transposed"})
-    transformation = with_adamw(0.02, labels, aux_learning_rate=3e-3, aux_weight_decay=0.1)
+    transformation = with_adamw(
+        (lambda t: 0.02 * factors[t]) if scheduled else 0.02,
+        labels,
+        aux_learning_rate=3e-3,
+        radius_learning_rate=0.05,
+        peak_learning_rate=0.02 if scheduled else None,
+        aux_weight_decay=0.1,
+    )
     ours = jax.tree.map(jnp.asarray, params)
     state = transformation.init(ours)
     update = jax.jit(transformation.update)
@@ -180,16 +202,54 @@ def test_a_whole_model_with_adamw_has_the_torch_optimizers_numbers() -> None:
         for name, p in {**torch_params, "hidden": hidden}.items():
             p.grad = torch.tensor(gradients[name])
         optimizer.step()
+        scheduler.step()
     for name, p in {**torch_params, "hidden": hidden}.items():
         np.testing.assert_allclose(ours[name], p.detach().numpy(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["aux_learning_rate", "radius_learning_rate"])
+def test_a_number_beside_a_schedule_wants_the_peak(name: str) -> None:
+    values: dict[str, Any] = {name: 0.01}
+    schedule = optax.constant_schedule(0.02)
+    with pytest.raises(ValueError, match=rf"{name}=0.01 .* schedule: .*peak_learning_rate=") as e:
+        with_adamw(schedule, {}, **values)
+    assert "or give a schedule" in str(e.value)
+    with_adamw(schedule, {}, peak_learning_rate=0.02, **values)
+    with_adamw(0.02, {}, **values)
+    with pytest.raises(ValueError, match=r"peak_learning_rate=0\.0 must be a number > 0"):
+        with_adamw(schedule, {}, peak_learning_rate=0.0, **values)
+    with pytest.raises(ValueError, match=r"peak_learning_rate=0\.02 with learning_rate=0\.02"):
+        with_adamw(0.02, {}, peak_learning_rate=0.02, **values)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_declared_stack_is_its_matrices(transposed: bool) -> None:
+    W, G = (jax.random.normal(jax.random.key(i), (3, 4, 6)) for i in (0, 1))
+    one, many = ("transposed", "transposed_stack") if transposed else ("matrix", "stack")
+    updates = []
+    for name, params, gradients in ((one, [*W], [*G]), (many, W, G)):
+        transformation = with_adamw(0.1, partial(label, rules={"*": name}))
+        updates.append(transformation.update(gradients, transformation.init(params), params)[0])
+    np.testing.assert_allclose(updates[1], jnp.stack(updates[0]), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["matrix", "transposed"])
+def test_a_convolution_is_not_taken_for_a_stack(name: str) -> None:
+    params = {"conv": {"kernel": jnp.ones((3, 3, 8, 16))}}
+    transformation = with_adamw(0.1, partial(label, rules={"conv/*": name}))
+    message = r"'conv/kernel' \(shape \(3, 3, 8, 16\), float32\) has 4 dimensions.*transposed_stack"
+    with pytest.raises(ValueError, match=message):
+        transformation.init(params)
 
 
 def test_what_cannot_be_meant_is_an_error() -> None:
     params = {"layer": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}}
     assert label(params, {"*/kernel": "transposed"})["layer"]["bias"] == "adamw"
     with pytest.raises(ValueError, match=r"no rule for parameter 'layer/kernel' \(shape \(2, 3\)"):
-        label(params, {"head/*": "adamw"})
-    with pytest.raises(ValueError, match="must be one of matrix, transposed, adamw"):
+        label(params, {"*/bias": "adamw"})
+    with pytest.raises(ValueError, match=r"rules: pattern 'head/\*' matches no .*layer/kernel"):
+        label(params, {"head/*": "adamw", "*/kernel": "matrix"})
+    with pytest.raises(ValueError, match="must be one of matrix, transposed, stack, transposed_st"):
         label(params, {"*": "muon"})
     with pytest.raises(ValueError, match=r"'layer/bias' .* label it 'adamw'"):
         angular_muown().init(params)
@@ -210,7 +270,7 @@ assert jax.device_count() == 2
 mesh = jax.make_mesh((2,), ("stack",))
 spread = NamedSharding(mesh, PartitionSpec("stack"))
 W, G = (jax.random.normal(jax.random.key(i), (4, 12, 8)) for i in range(2))
-optimizer = angular_muown(0.02)
+optimizer = angular_muown(0.02, stacks=True)
 alone, _ = jax.jit(optimizer.update)(G, optimizer.init(W), W)
 W, G = (jax.device_put(X, spread) for X in (W, G))
 state = jax.jit(optimizer.init)(W)

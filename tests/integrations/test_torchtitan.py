@@ -90,14 +90,25 @@ def test_fused_rows_are_cut_as_the_model_reads_them(llama: nn.Module) -> None:
         torch.testing.assert_close(seen, wanted[:, None].expand_as(seen))
 
 
-def test_experts_are_stacks_and_routers_go_to_adamw() -> None:
+@pytest.fixture(scope="module")
+def deepseek() -> nn.Module:
     from torchtitan.models.deepseek_v3 import model_registry
 
     config = model_registry("debugmodel").model
     moe = next(layer for layer in config.layers if getattr(layer, "moe", None) is not None)
     config.layers = [moe]
-    model = config.build()
-    groups = angular_muown().build(model_parts=[model]).optimizers[0].param_groups
+    return config.build()
+
+
+@pytest.mark.parametrize("stacks", [None, "own", ["own", "*.inner_experts.w1*"]], ids=str)
+def test_experts_are_stacks_and_routers_go_to_adamw(deepseek: nn.Module, stacks: Any) -> None:
+    """Also beside stacks that the user declares, whether or not those are experts' too."""
+    model, values = deepseek, {}
+    if stacks:
+        model = nn.Module()
+        model.body, model.own = deepseek, nn.Parameter(torch.ones(2, 3, 4))
+        values = {"plan": {"stacks": stacks, "head": "body.lm_head.*"}}
+    groups = angular_muown(**values).build(model_parts=[model]).optimizers[0].param_groups
     found = {name: (g["algorithm"], g["view"]) for g in groups for name in g["param_names"]}
     experts = {name: kind for name, kind in found.items() if ".inner_experts." in name}
     assert len(experts) == 3
@@ -140,6 +151,17 @@ def test_members_and_plan_arguments_pass_through(llama: nn.Module) -> None:
     optimizer = container.optimizers[0]
     assert isinstance(optimizer, Muown)
     assert 0.5 in [group["lr"] for group in optimizer.param_groups]
+
+
+def test_all_members_can_be_named() -> None:
+    import angular_muown as family
+    from angular_muown.engine import Engine
+    from angular_muown.integrations.torchtitan import MEMBERS
+
+    public = (getattr(family, name) for name in family.__all__)
+    wanted = [kind for kind in public if isinstance(kind, type) and issubclass(kind, Engine)]
+    assert {*MEMBERS.values()} == {*wanted}
+    assert all(MEMBERS[kind.__name__] is kind for kind in wanted)
 
 
 def test_errors_say_what_to_do(llama: nn.Module) -> None:

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Trainer, get_schedu
 from angular_muown import AngularMuown, Muon
 from angular_muown.integrations.transformers import PlannedOptimizer, planned, wsd_arguments
 from tests.angular_muown.models import tiny_lm
-from tests.integrations.example_scripts import example
+from tests.integrations.scripts import load
 
 CLASSES = {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM}
 STEPS = 40
@@ -25,7 +25,7 @@ def losses(trainer: Trainer) -> dict[int, float]:
 @pytest.fixture(scope="module", params=["llama", "qwen2"])
 def run(request, tmp_path_factory):
     out = tmp_path_factory.mktemp(request.param)
-    return request.param, out, example("hf_pretrain").main(request.param, STEPS, str(out))
+    return request.param, out, load("hf_pretrain").main(request.param, STEPS, str(out))
 
 
 def test_pre_training(run) -> None:
@@ -45,7 +45,7 @@ def test_pre_training(run) -> None:
 def test_resume_equals_the_uninterrupted_run(run, tmp_path) -> None:
     name, out, whole = run
     checkpoint = out / f"checkpoint-{STEPS // 2}"
-    again = example("hf_pretrain").main(name, STEPS, str(tmp_path), resume=str(checkpoint))
+    again = load("hf_pretrain").main(name, STEPS, str(tmp_path), resume=str(checkpoint))
     assert losses(again) == losses(whole)
     for (key, p), q in zip(again.model.named_parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(p, q), key
@@ -54,7 +54,7 @@ def test_resume_equals_the_uninterrupted_run(run, tmp_path) -> None:
 def test_fine_tuning_starts_where_the_checkpoint_stands(run, tmp_path) -> None:
     name, out, before = run
     model = CLASSES[name].from_pretrained(out / f"checkpoint-{STEPS}")
-    after = losses(example("hf_pretrain").main(name, STEPS, str(tmp_path), model=model))
+    after = losses(load("hf_pretrain").main(name, STEPS, str(tmp_path), model=model))
     assert after[5] < 1.05 * losses(before)[STEPS]
     assert after[STEPS] < 0.95 * after[5]
 

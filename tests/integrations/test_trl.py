@@ -5,14 +5,14 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from angular_muown import AngularMuown, plan
-from tests.integrations.example_scripts import example
+from tests.integrations.scripts import load
 
 TARGETS = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
 
 def with_adapters() -> PeftModel:
     torch.manual_seed(0)
-    return get_peft_model(example("trl_sft").build_model(30), LoraConfig(r=4, **TARGETS))
+    return get_peft_model(load("trl_sft").build_model(30), LoraConfig(r=4, **TARGETS))
 
 
 def backward(model) -> None:
@@ -21,7 +21,7 @@ def backward(model) -> None:
 
 
 def test_fine_tuning_all_weights_and_adapters(tmp_path) -> None:
-    full, adapted = example("trl_sft").main(40, str(tmp_path / "a"))
+    full, adapted = load("trl_sft").main(40, str(tmp_path / "a"))
     for trainer in (full, adapted):
         losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
         assert losses[-1] < 0.75 * losses[0]
@@ -29,7 +29,7 @@ def test_fine_tuning_all_weights_and_adapters(tmp_path) -> None:
     assert {group["step"] for group in adapted.optimizer.optimizer.param_groups} == {40}
     assert all(p.requires_grad == ("lora_" in n) for n, p in adapted.model.named_parameters())
     resume = str(tmp_path / "a" / "checkpoint-20")
-    _, again = example("trl_sft").main(40, str(tmp_path / "b"), resume)
+    _, again = load("trl_sft").main(40, str(tmp_path / "b"), resume)
     for (name, p), q in zip(
         adapted.model.named_parameters(), again.model.parameters(), strict=True
     ):
@@ -45,7 +45,7 @@ def test_both_factors_are_matrices_and_a_frozen_head_is_no_missing_one() -> None
 
 def test_adapters_of_embeddings_and_heads_go_to_adamw() -> None:
     layers = {"target_modules": ["embed_tokens", "q_proj"], "modules_to_save": ["lm_head"]}
-    model = get_peft_model(example("trl_sft").build_model(30), LoraConfig(r=4, **layers))
+    model = get_peft_model(load("trl_sft").build_model(30), LoraConfig(r=4, **layers))
     rules = {name: group["algorithm"] for group in plan(model) for name, _ in group["params"]}
     for name, rule in rules.items():
         assert rule == ("matrix" if "q_proj" in name else "adamw"), name

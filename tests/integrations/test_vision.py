@@ -9,16 +9,16 @@ import torch
 from torch import nn
 
 from angular_muown import plan
-from tests.integrations.example_scripts import example
+from tests.integrations.scripts import load
 
 
 @pytest.mark.parametrize("name", ["vit", "convnext", "resnet"])
 def test_the_example_learns_and_resumes(name, tmp_path) -> None:
     half = str(tmp_path / "half.pt")
-    losses, model, optimizer = example("vision").main(name, 60, out=half)
+    losses, model, optimizer = load("vision").main(name, 60, out=half)
     assert sum(losses[-5:]) < 0.75 * sum(losses[:5])
     assert {group["algorithm"] for group in optimizer.param_groups} == {"matrix", "adamw"}
-    rest, again, _ = example("vision").main(name, 60, resume=half)
+    rest, again, _ = load("vision").main(name, 60, resume=half)
     assert rest == losses[30:]
     for p, q in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(p, q)

@@ -77,12 +77,12 @@ def sender(writer: Any, prefix: str) -> Send:
     if hasattr(writer, "add_scalar"):  # TensorBoard
         return lambda values, step: [writer.add_scalar(k, v, step) for k, v in values.items()]
     if hasattr(writer, "define_metric"):  # W&B
-        # Its steps only go up, and a second series of them would lose values. So these join the
-        # row that is logged next, and charts of them have the optimizer's step as their axis.
+        # Its own steps only go up, and rows are theirs to number: so each measurement is a row
+        # that is complete, whatever the user logs and when, with the optimizer's step as its axis.
         axis = f"{prefix}/step"
         writer.define_metric(axis, hidden=True)
         writer.define_metric(f"{prefix}/*", step_metric=axis)
-        return lambda values, step: writer.log({**values, axis: step}, commit=False)
+        return lambda values, step: writer.log({**values, axis: step}, commit=True)
     if hasattr(writer, "log"):  # trackio
         return lambda values, step: writer.log(values, step=step)
     if callable(writer):

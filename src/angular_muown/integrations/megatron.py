@@ -2,24 +2,25 @@
 
     # megatron-core >= 0.19, which has a registry
     register(aux_lr=2e-3, warmup_steps=200)
-    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="angular_muown", lr=0.02), [model])
+    values = {"lr": 0.02, "weight_decay": 0.0, "adam_beta2": 0.95}  # Megatron has other defaults
+    config = OptimizerConfig(optimizer="angular_muown", **values)
+    optimizer = get_megatron_optimizer(config, [model])
 
     # before it
-    optimizer = get_angular_muown_optimizer(OptimizerConfig(lr=0.02), [model], aux_lr=2e-3)
+    optimizer = get_angular_muown_optimizer(OptimizerConfig(**values), [model], aux_lr=2e-3)
 
 Hidden matrices go to AngularMuown; embeddings, output, norms, biases and routers to Megatron's own
 Adam. Importing this module does not import Megatron; calling these two functions does.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from angular_muown.integrations.megatron_checkpoint import save_row_vectors
+from angular_muown.integrations.megatron_marks import frozen, is_matrix, mark
 from angular_muown.integrations.megatron_views import Group, Shown, parts_of
 from angular_muown.optimizers import AngularMuown
 from angular_muown.state import init_state
@@ -37,6 +38,11 @@ class MegatronAngularMuown(AngularMuown):
         settings: AngularMuown's.
     """
 
+    qkv_split_shapes: list[int] | None = None
+    pg_collection: Any = None
+    # ranks of a pipeline have other parameters: who shares is Megatron's to say, by DTensors
+    process_group: Any = False
+
     def __init__(
         self,
         params: Any,
@@ -47,9 +53,17 @@ class MegatronAngularMuown(AngularMuown):
         **settings: Any,
     ) -> None:
         self.qkv_split_shapes, self.pg_collection = qkv_split_shapes, pg_collection
-        # ranks of a pipeline have other parameters: who shares is Megatron's to say, by DTensors
-        settings.setdefault("process_group", False)
+        settings.setdefault("process_group", self.process_group)
         super().__init__(params, lr, **settings)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, to which torch gives groups and state only."""
+        if self.pg_collection is not None:
+            raise TypeError(
+                "an optimizer with process groups cannot be copied: make a new one and load this "
+                "one's state_dict"
+            )
+        return {**super().__getstate__(), "qkv_split_shapes": self.qkv_split_shapes}
 
     def _check_parameters(self, index: int) -> None:
         """A rank of a pipeline may hold no parameter of a group that others have."""
@@ -97,13 +111,6 @@ def init_all(optimizer: MegatronAngularMuown, config: Any = None) -> None:
     for group in optimizer.param_groups:
         for p in group["params"]:
             init_state(p, optimizer.state[p], group, optimizer.recipe(group))
-
-
-def is_matrix(p: Tensor, name: str) -> bool:
-    """Whether AngularMuown is meant for it: routers and the gate of shared experts only look like
-    hidden matrices."""
-    embedding = getattr(p, "is_embedding_or_output_parameter", False)
-    return p.ndim == 2 and not embedding and not {"router", "gate_weight"} & {*name.split(".")}
 
 
 def register(name: str = NAME, *, aux_lr: float | None = None, **settings: Any) -> None:
@@ -214,28 +221,3 @@ def _wrap(optimizer: MegatronAngularMuown, config: Any) -> Any:
         scaler: Any = None  # bf16 needs none
         return Float16OptimizerWithFloat16Params(optimizer, config, scaler, init_all)
     return FP32Optimizer(optimizer, config, init_all)
-
-
-def mark(model_chunks: Iterable[nn.Module]) -> None:
-    """What a weight is, as attributes that Megatron copies to its float32 copies: Megatron's own
-    marks for its Muon, which later versions set themselves."""
-    for chunk in model_chunks:
-        for name, p in chunk.named_parameters():
-            path = name.split(".")
-            if "experts" in path:
-                p.expert_tp = True  # pyrefly: ignore[missing-attribute]
-            if "linear_qkv" in path and p.ndim == 2:
-                p.is_qkv = True  # pyrefly: ignore[missing-attribute]
-
-
-@contextmanager
-def frozen(params: Iterable[Tensor]) -> Iterator[None]:
-    """Megatron's factories leave out what takes no gradient."""
-    held = [p for p in params if p.requires_grad]
-    for p in held:
-        p.requires_grad = False
-    try:
-        yield
-    finally:
-        for p in held:
-            p.requires_grad = True

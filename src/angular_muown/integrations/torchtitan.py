@@ -9,8 +9,9 @@
 them: hidden matrices and, for embeddings, head, norms and biases, AdamW.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
@@ -25,8 +26,11 @@ from angular_muown.plan import plan
 
 MEMBERS: dict[str, Callable[..., Optimizer]] = {
     kind.__name__: kind
-    for kind in (family.AngularMuown, family.Muown, family.NorMuown, family.Muon, family.NorMuon)
-}
+    for kind in (
+        family.AngularMuown, family.Muown, family.NorMuown, family.Muon, family.NorMuon,
+        family.Hyperball, family.MagnitudeDirection,
+    )
+}  # fmt: skip
 HEAD = "lm_head"  # torchtitan's decoders call their output head so
 
 
@@ -63,7 +67,7 @@ class AngularMuownContainer(OptimizersContainer):
         has_head = any(name.startswith(f"{HEAD}.") for name, _ in model.named_parameters())
         values: dict[str, Any] = {"head": f"{HEAD}.*" if has_head else None, **self.plan}
         values["blocks"] = {**fused_qkv(model), **values.get("blocks", {})}
-        values.setdefault("stacks", experts(model))
+        values["stacks"] = with_experts(model, values.get("stacks", ()))
         groups: list[dict[str, Any]] = [
             {
                 **impl_kwargs,
@@ -90,10 +94,19 @@ def fused_qkv(model: nn.Module) -> dict[str, list[int]]:
     return blocks
 
 
-def experts(model: nn.Module) -> list[str]:
-    """Stacks of matrices, one for each expert."""
-    found = [name for name, module in model.named_modules() if isinstance(module, GroupedExperts)]
-    return [f"{name}.*" for name in found]
+def with_experts(model: nn.Module, declared: str | Iterable[str]) -> list[str]:
+    """The caller's patterns of stacks, and the experts that they do not name: stacks of matrices,
+    one for each expert."""
+    patterns = [declared] if isinstance(declared, str) else list(declared)
+    found = [
+        name
+        for path, module in model.named_modules()
+        if isinstance(module, GroupedExperts)
+        for name, p in module.named_parameters(prefix=path)
+        if p.requires_grad
+    ]
+    named = {name for name in found for pattern in patterns if fnmatchcase(name, pattern)}
+    return [*patterns, *(name for name in found if name not in named)]
 
 
 def angular_muown(
