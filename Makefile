@@ -21,7 +21,7 @@ demo: $(VENV)/.installed
 	$(BIN)/angular-lab demo --out demo
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .

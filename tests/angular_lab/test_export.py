@@ -124,5 +124,5 @@ def test_what_the_format_cannot_say(tmp_path: Path) -> None:
 
 def test_without_safetensors_the_extra_is_named(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    with pytest.raises(ImportError, match=r"angular-muown\[lab\]"):
+    with pytest.raises(ImportError, match=r"pip install -e '.\[lab\]'"):
         export(build_model(SPECS["dense"]), SPECS["dense"], tmp_path)

@@ -13,7 +13,6 @@ from tests.angular_muown.family import FAMILY, noise
 from tests.angular_muown.sharded import GROUPS, PLACEMENTS, made, place, stepped
 from tests.ranks import results
 
-pytestmark = pytest.mark.xdist_group("ranks")  # what a module's tests share is made once
 SOME = ("rows", "columns", "hsdp", "rows x columns")
 SKINNY = [{"shapes": [(4, 200), (150, 3)]}]
 

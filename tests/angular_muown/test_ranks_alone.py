@@ -16,7 +16,6 @@ from angular_muown.spread import Spread, Team
 from tests.angular_muown.family import noise, parameter
 from tests.ranks import results
 
-pytestmark = pytest.mark.xdist_group("ranks")
 SHAPES = [(192, 256), (256, 192), (192, 256)]
 
 

@@ -15,8 +15,6 @@ from tests.angular_muown.family import noise, parameter
 from tests.angular_muown.sharded import PLACEMENTS, made, place, whole
 from tests.ranks import DIED, RankError, on_ranks, results
 
-pytestmark = pytest.mark.xdist_group("ranks")
-
 
 def optimizer_of(name: str | None, count: int = 3) -> tuple[AngularMuown, list[nn.Parameter]]:
     placement = None if name is None else PLACEMENTS[name]

@@ -29,7 +29,6 @@ from angular_muown import AngleMonitor, AngularMuown, NorMuown, plan
 from tests.angular_muown.sharded import whole
 from tests.ranks import results
 
-pytestmark = pytest.mark.xdist_group("ranks")
 WAYS = ("ddp", "fsdp", "fsdp by columns", "hsdp", "tp", "fsdp x tp")
 WIDTH, ROWS = 12, 20  # torch cuts layers for tensor parallelism evenly only
 
