@@ -1,8 +1,8 @@
 """Angles, radii and kappa in TensorBoard, W&B or trackio, with one line.
 
     pip install -e '.[tensorboard]'      # or wandb, or trackio
-    python examples/angle_logs.py --to tensorboard --out /tmp/angle_logs
-    tensorboard --logdir /tmp/angle_logs
+    python examples/angle_logs.py --to tensorboard --out runs/angle_logs
+    tensorboard --logdir runs/angle_logs
 
 W&B is used offline (WANDB_MODE=offline) unless you say otherwise.
 """

@@ -1,7 +1,7 @@
 """AngularMuown in JAX: a small flax network by optax, saved half-way and resumed.
 
 pip install -e '.[jax]'
-python examples/flax_mlp.py --out /tmp/flax_mlp
+python examples/flax_mlp.py --out runs/flax_mlp
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """AngularMuown in Lightning and in Fabric: a small network learns the bytes of this very file.
 
     pip install -e '.[lightning]'
-    python examples/lightning_bytes.py --out /tmp/lightning_bytes
+    python examples/lightning_bytes.py --out runs/lightning_bytes
 
 Each trains two epochs at once, and the second one again from the checkpoint after the first.
 """

@@ -1,8 +1,8 @@
 """AngularMuown in Megatron-LM: megatron-core's GPT and its torch_dist checkpoints, on a CPU.
 
     pip install -e '.[megatron]'
-    python examples/megatron_gpt.py --out /tmp/megatron_gpt
-    torchrun --nproc-per-node 2 examples/megatron_gpt.py --out /tmp/megatron_gpt   # tensor parallel
+    python examples/megatron_gpt.py --out runs/megatron_gpt
+    torchrun --nproc-per-node 2 examples/megatron_gpt.py --out runs/megatron_gpt   # tensor parallel
 
 Megatron is written for GPUs: `use_the_cpu` answers where it asks for the current one. Your own
 script needs `make_optimizer` only. Data: the bytes of this file.

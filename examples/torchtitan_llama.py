@@ -1,7 +1,7 @@
 """AngularMuown in torchtitan: its trainer, its Llama and its checkpoints, on one CPU.
 
     pip install -e '.[torchtitan]'
-    python examples/torchtitan_llama.py --out /tmp/torchtitan_llama
+    python examples/torchtitan_llama.py --out runs/torchtitan_llama
 
 On a GPU only `make_config` is of interest: put such a function into a config registry of yours and
 start torchtitan as usual. torchtitan is written for accelerators, so `use_the_cpu` has to do

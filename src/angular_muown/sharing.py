@@ -37,17 +37,13 @@ class Sharing:
     def __init__(self, works: Sequence[Work]) -> None:
         self.key = key_of(works)
         self.spread = works[0].spread  # teams are the same for all, windows are not
-        owned = [(job, work) for work in works for job in jobs_of(work)]
+        found = [(job, number) for number, work in enumerate(works) for job in jobs_of(work)]
+        self.numbers = [number for _, number in found]  # the work of each job
         # Not of the parts, which differ: all ranks have to find the same rounds.
-        sizes = [work.group["workspace"] * job.bytes for job, work in owned]
-        budget = int(sum(sizes) / self.spread.inside.size)
-        self.plan = Assignment(
-            tuple(job for job, _ in owned),
-            self.spread.inside.size,
-            self.spread.replicas.size,
-            budget,
-        )
-        self.numbers = [work for work in range(len(works)) for _ in jobs_of(works[work])]
+        sizes = [works[number].group["workspace"] * job.bytes for job, number in found]
+        places, copies = self.spread.inside.size, self.spread.replicas.size
+        jobs = tuple(job for job, _ in found)
+        self.plan = Assignment(jobs, places, copies, int(sum(sizes) / places))
         self.agreement = Agreement(self.spread.everyone, works)
 
     def run(self, works: Sequence[Work], update: Update, observers: Sequence[Observer]) -> None:
