@@ -54,9 +54,9 @@ def trunk(arguments: argparse.Namespace) -> None:
     from angular_lab.runs import train as run
 
     base = override(recipe(arguments.recipe), arguments.overrides)
-    horizons = [count(text) for text in arguments.horizons.split(",")]
+    horizons = sorted(count(text) for text in arguments.horizons.split(","))
     share = base.schedule.decay if arguments.decay is None else arguments.decay
-    spec, branches = trunk_spec(base, horizons, share)
+    spec, branches = trunk_spec(base, [(horizon, share) for horizon in horizons])
     out: Path = arguments.out or default_folder(spec).with_name(
         default_folder(spec).name + "-trunk"
     )

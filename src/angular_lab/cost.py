@@ -18,7 +18,8 @@ def tokens_per_run(plan: Experiment, tokens_per_step: int, decay: float) -> floa
     """The trunk once, and every cool-down."""
     if len(plan.horizons) == 1:
         return plan.horizons[0] * tokens_per_step
-    steps = (1 - decay) * plan.horizons[-1] + sum(decay * h for h in plan.horizons)
+    last = plan.horizons[-1]
+    steps = (1 - decay) * last + sum(decay * h for h in plan.horizons) + plan.longer * last
     return steps * tokens_per_step
 
 

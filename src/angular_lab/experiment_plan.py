@@ -15,13 +15,14 @@ SCALES = ("paper", "s", "nano")
 RATE = "optim.lr"
 WEIGHT_DECAY = {"adamw": 0.1, "muon": 0.1}  # all others 0, as in the paper
 FAMILY = ("adamw", "muon", "normuon", "muown", "angular_muown")
-TEASER = ("adamw", "normuon", "muown", "angular_muown")
+TEASER = ("angular_muown", "muown", "normuon", "adamw")
 HORIZONS = {
     "paper": (4768, 9537, 14305, 19073),  # 2.5, 5, 7.5, 10B tokens
     "s": (1373, 2747, 4120, 5493),  # 22.5, 45, 67.5, 90M tokens
     "nano": (30, 60, 90, 120),
 }
 SEEDS = {"paper": (0,), "s": (0, 1, 2), "nano": (0, 1, 2)}
+LONGER = {"paper": 0.0, "s": 0.2, "nano": 0.0}
 _SMALL: dict[str, tuple[float, ...]] = {
     "adamw": (1e-3, 2e-3, 4e-3),
     "muon": (1e-2, 2e-2, 4e-2),
@@ -31,7 +32,7 @@ _SMALL: dict[str, tuple[float, ...]] = {
 }
 RATES: dict[str, dict[str, tuple[float, ...]]] = {
     "paper": {name: row.rates for name, row in paper.TEASER.items()} | {"muon": paper.SMALL_RATES},
-    "s": _SMALL,
+    "s": _SMALL | {"adamw": (2e-3, 4e-3, 8e-3), "normuon": (4e-3, 8e-3, 1.6e-2)},
     "nano": _SMALL,
 }
 
@@ -54,6 +55,7 @@ class Experiment:
     lines: tuple[Line, ...]
     horizons: tuple[int, ...]  # steps; where there are several, cool-downs off one trunk
     seeds: tuple[int, ...]  # the first chooses a line's value, the others judge it
+    longer: float = 0.0  # share of one more cool-down to the last horizon, off the same trunk
 
 
 def base(scale: str, paper_recipe: str = "dense-124m") -> Spec:
@@ -62,8 +64,8 @@ def base(scale: str, paper_recipe: str = "dense-124m") -> Spec:
         return recipe(paper_recipe)
     spec = recipe(scale)
     if scale == "nano":
-        spec = replace(spec, schedule=replace(spec.schedule, warmup=10), eval_every=30)
-    return replace(spec, save_every=0)
+        spec = replace(spec, schedule=replace(spec.schedule, warmup=10))
+    return replace(spec, save_every=0, eval_every={"s": 1000, "nano": 30}[scale])
 
 
 def trained_by(spec: Spec, name: str, **changes: Any) -> Spec:

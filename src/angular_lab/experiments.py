@@ -8,6 +8,7 @@ from typing import Any
 from angular_lab import ablations, paper
 from angular_lab.experiment_plan import (
     HORIZONS,
+    LONGER,
     RATES,
     SCALES,
     SEEDS,
@@ -23,9 +24,11 @@ from angular_lab.recipes import recipe
 
 def teaser(scale: str) -> Experiment:
     spec = base(scale)
-    lines = tuple(Line(name, trained_by(spec, name), RATES[scale][name]) for name in TEASER)
+    names = (*TEASER, "muon") if scale == "s" else TEASER  # the paper leaves Muon out here
+    lines = tuple(Line(name, trained_by(spec, name), RATES[scale][name]) for name in names)
     title = "Cooled-down loss at four horizons"
-    return Experiment("teaser", scale, title, lines, HORIZONS[scale], SEEDS[scale])
+    horizons, longer = HORIZONS[scale], LONGER[scale]
+    return Experiment("teaser", scale, title, lines, horizons, SEEDS[scale], longer)
 
 
 def angles(scale: str) -> Experiment:

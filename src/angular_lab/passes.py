@@ -15,6 +15,7 @@ from angular_lab.models import LanguageModel
 from angular_lab.ranks import Ranks
 from angular_lab.spec import Spec
 
+_Key = tuple[torch.Size, float]
 WARM_UP = 3  # passes before one is recorded: compilation, and what libraries make at first use
 
 
@@ -32,23 +33,35 @@ class Passes:
     ) -> None:
         self.parallel, self.autocast, self.recorded = parallel, autocast, recorded
         self.parameters = [p for p in parallel.parameters() if p.requires_grad]
-        self.reached: set[int] = set()  # parameters that got gradients, by their place in the list
-        self._counts: dict[tuple[torch.Size, float], int] = {}
-        self._known: dict[tuple[torch.Size, float], _Recorded] = {}
+        self._inputs: dict[_Key, tuple[Tensor, Tensor]] = {}
+        self._counts: dict[_Key, int] = {}
+        self._known: dict[_Key, _Recorded] = {}
         self._last: _Recorded | Tensor | None = None
 
     def forward(self, tokens: Tensor, targets: Tensor, share: float) -> Tensor:
         """The mean loss times `share`, detached."""
         key = (tokens.shape, share)
-        self._counts[key] = self._counts.get(key, 0) + 1
-        if self.recorded and self._counts[key] > WARM_UP:
-            if key not in self._known:
-                self._known[key] = _Recorded(self, tokens, targets, share)
-            self._last = self._known[key]
-            return self._known[key].forward(tokens, targets)
+        if self.recorded:
+            tokens, targets = self._placed(key, tokens, targets)
+            self._counts[key] = self._counts.get(key, 0) + 1
+            if self._counts[key] > WARM_UP:
+                if key not in self._known:
+                    self._known[key] = _Recorded(self, tokens, targets, share)
+                self._last = self._known[key]
+                return self._known[key].forward()
         loss = self.plain(tokens, targets, share)
         self._last = loss
         return loss.detach()
+
+    def _placed(self, key: _Key, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """The inputs at the place where a recorded pass reads them. The passes before it read them
+        there too: a view of a batch instead of a tensor of its own could make torch compile anew,
+        which must not happen while a pass is recorded."""
+        if key not in self._inputs:
+            self._inputs[key] = tokens.clone(), targets.clone()
+        for place, values in zip(self._inputs[key], (tokens, targets), strict=True):
+            place.copy_(values)
+        return self._inputs[key]
 
     def plain(self, tokens: Tensor, targets: Tensor, share: float) -> Tensor:
         with self.autocast:
@@ -61,11 +74,12 @@ class Passes:
         self._last.backward()
         if isinstance(self._last, Tensor):
             self._last = None  # and all that it keeps alive
-            self.reached |= {i for i, p in enumerate(self.parameters) if p.grad is not None}
 
     def clear(self) -> None:
-        """Forget the gradients. Recorded passes add to theirs where they lie."""
-        if not self._known:
+        """Forget the gradients. Recorded passes add to theirs where they lie, so from the first
+        pass on they stay there. What no pass has reached gets none, so that the optimizer leaves
+        it alone."""
+        if not self.recorded:
             for p in self.parameters:
                 p.grad = None
             return
@@ -73,29 +87,21 @@ class Passes:
 
 
 class _Recorded:
-    """A forward and a backward pass for inputs of one shape."""
+    """A forward and a backward pass for inputs at one place."""
 
     def __init__(self, passes: Passes, tokens: Tensor, targets: Tensor, share: float) -> None:
-        self.tokens, self.targets = tokens.clone(), targets.clone()
-        # Gradients stay at one place from now on, and passes add to them. What no pass has reached
-        # gets none, so that the optimizer leaves it alone.
-        for i in passes.reached:
-            p = passes.parameters[i]
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream(tokens.device)
         # thread_local: the next batch is on its way to the device in another thread
         mode = "thread_local"
         with torch.cuda.graph(self._forward, stream=stream, capture_error_mode=mode):
-            loss = passes.plain(self.tokens, self.targets, share)
+            loss = passes.plain(tokens, targets, share)
         pool = self._forward.pool()
         with torch.cuda.graph(self._backward, pool, stream, capture_error_mode=mode):
             loss.backward()
         self.loss = loss.detach()
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        self.tokens.copy_(tokens)
-        self.targets.copy_(targets)
+    def forward(self) -> Tensor:
         self._forward.replay()
         return self.loss
 

@@ -167,21 +167,23 @@ def branch_spec(run: RunDir, at: int, decay: int) -> Spec:
     )
 
 
-def trunk_spec(spec: Spec, horizons: list[int], decay: float) -> tuple[Spec, list[tuple[int, int]]]:
-    """A constant-rate trunk with pinned branch points, and each branch as (start, length): a
-    cool-down that ends at a horizon and takes its last `decay` share."""
-    lengths = [(horizon, round(decay * horizon)) for horizon in sorted(horizons)]
-    for horizon, length in lengths:
+def trunk_spec(spec: Spec, ends: list[tuple[int, float]]) -> tuple[Spec, list[tuple[int, int]]]:
+    """A constant-rate trunk with pinned branch points, and for each of `ends`, a horizon and the
+    share of it that is cooled down, the branch as (start, length)."""
+    branches: list[tuple[int, int]] = []
+    for horizon, share in ends:
+        length = round(share * horizon)
         if not 0 < length < horizon:
             raise ValueError(
-                f"a cool-down of {decay:g} of {horizon} steps has {length}: it must have at least "
+                f"a cool-down of {share:g} of {horizon} steps has {length}: it must have at least "
                 "one step and leave some"
             )
-    branches = [(horizon - length, length) for horizon, length in lengths]
+        branches.append((horizon - length, length))
+    starts = sorted({start for start, _ in branches})
     trunk = replace(
         spec,
-        steps=branches[-1][0],
-        pins=",".join(str(start) for start, _ in branches),
+        steps=starts[-1],
+        pins=",".join(map(str, starts)),
         schedule=replace(spec.schedule, kind="constant"),
     )
     return trunk, branches

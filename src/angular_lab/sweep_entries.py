@@ -39,6 +39,18 @@ class Entry:
     spec: Spec
     folder: Path
     horizons: tuple[int, ...]
+    longer: float = 0.0  # share of one more cool-down to the last horizon; 0: none
+
+    @property
+    def longer_end(self) -> Path | None:
+        """The folder of that cool-down."""
+        last = self.ends[self.horizons[-1]]
+        return last.with_name(f"{last.name}-longer") if self.longer else None
+
+    @property
+    def finals(self) -> list[Path]:
+        """All folders that have to be done."""
+        return [*self.ends.values(), *([self.longer_end] if self.longer_end else [])]
 
     @property
     def ends(self) -> dict[int, Path]:
@@ -58,9 +70,9 @@ class Entry:
             if RunDir(self.folder).started:
                 self._check(self.folder)
             return True
-        if not all(RunDir(folder).done for folder in self.ends.values()):
+        if not all(RunDir(folder).done for folder in self.finals):
             return False  # training compares what it goes on with
-        for folder in self.ends.values():
+        for folder in self.finals:
             self._check(folder)
         return True
 
@@ -100,6 +112,7 @@ class Entry:
             "seed": self.seed,
             "status": status,
             "folders": {str(h): str(path.relative_to(root)) for h, path in self.ends.items()},
+            **({"longer": str(self.longer_end.relative_to(root))} if self.longer_end else {}),
         }
 
 
@@ -108,11 +121,12 @@ def make_entry(
 ) -> Entry:
     spec = override(line.spec, [f"{line.axis}={value!r}"])
     spec = replace(spec, seed=seed, steps=experiment.horizons[-1], data=data or spec.data)
-    content = json.dumps([spec.distinct(), experiment.horizons], sort_keys=True)
+    plan = [experiment.horizons, *([experiment.longer] if experiment.longer else [])]
+    content = json.dumps([spec.distinct(), *plan], sort_keys=True)
     label = "".join(c if c.isalnum() else "-" for c in line.label).strip("-")
     short = hashlib.sha256(content.encode()).hexdigest()[:8]
     name = f"{label}-{line.axis.rpartition('.')[2]}{value:g}-seed{seed}-{short}"
-    return Entry(line, value, seed, spec, root / name, experiment.horizons)
+    return Entry(line, value, seed, spec, root / name, experiment.horizons, experiment.longer)
 
 
 def run_entry(
@@ -138,10 +152,9 @@ def _stages(entry: Entry) -> Iterator[tuple[Spec, Path]]:
         yield entry.spec, entry.folder
         return
     share = entry.spec.schedule.decay
-    trunk, branches = trunk_spec(entry.spec, list(entry.horizons), share)
+    ends = [(horizon, share) for horizon in entry.horizons]
+    ends += [(entry.horizons[-1], entry.longer)] if entry.longer else []
+    trunk, branches = trunk_spec(entry.spec, ends)
     yield trunk, entry.folder
-    for start, length in branches:
-        yield (
-            branch_spec(RunDir(entry.folder), start, length),
-            entry.ends[start + length],
-        )
+    for (start, length), folder in zip(branches, entry.finals, strict=True):
+        yield branch_spec(RunDir(entry.folder), start, length), folder

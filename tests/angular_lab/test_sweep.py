@@ -55,6 +55,24 @@ def test_runs_that_share_a_model_are_as_if_alone(data: Path, tmp_path: Path) -> 
         assert lines(folder) == lines(tmp_path / "alone" / folder.name)
 
 
+def test_a_longer_cool_down_leaves_the_same_trunk(data: Path, tmp_path: Path) -> None:
+    """Off the trunk that is there anyway; and it is the run that cools down that long."""
+    plan = small(data, horizons=(8, 16), seeds=(0,), longer=0.5)
+    plan = replace(plan, lines=plan.lines[-1:])
+    runner = Sweep(plan, tmp_path / "sweep", device="cpu")
+    runner.run()
+    (entry,) = manifest(tmp_path / "sweep")["entries"]
+    longer = RunDir(tmp_path / "sweep" / entry["longer"])
+    spec = longer.read_spec()
+    assert (spec.parent_step, spec.steps, spec.decay_steps) == (8, 16, 8)
+    straight = replace(runner.entries[0].spec, schedule=replace(spec.schedule, kind="wsd"))
+    train(straight, tmp_path / "straight", device="cpu")
+    ends = [run.read_metrics()[-1]["val_loss"] for run in (longer, RunDir(tmp_path / "straight"))]
+    assert ends[0] == ends[1] != runner.entries[0].loss
+    (longer.path / "DONE").unlink()
+    assert runner.pending()
+
+
 def test_branches_start_from_memory(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -141,7 +141,7 @@ def test_half_a_line_at_the_end_is_forgotten(data, tmp_path) -> None:
 def test_a_branch_at_the_end_of_the_trunk_is_the_straight_run(data, tmp_path) -> None:
     straight = tiny(data, steps=16)
     train(straight, tmp_path / "straight")
-    trunk, branches = trunk_spec(straight, [8, 16], decay=0.25)
+    trunk, branches = trunk_spec(straight, [(8, 0.25), (16, 0.25)])
     assert branches == [(6, 2), (12, 4)]
     train(trunk, tmp_path / "trunk")
     for at, length in branches:
@@ -175,7 +175,7 @@ def test_the_optimizer_gets_the_rate_that_is_logged(data, tmp_path, monkeypatch)
 
 
 def test_a_branch_is_resumable_and_its_parent_may_move(data, tmp_path) -> None:
-    trunk, branches = trunk_spec(tiny(data, steps=16), [16], decay=0.5)
+    trunk, branches = trunk_spec(tiny(data, steps=16), [(16, 0.5)])
     train(trunk, tmp_path / "runs" / "trunk")
     spec = branch_spec(RunDir(tmp_path / "runs" / "trunk"), *branches[0])
     train(spec, tmp_path / "runs" / "first")

@@ -1,9 +1,10 @@
-import cvxpy
 import numpy as np
 
 
 def tangent_polar(M: np.ndarray, U: np.ndarray, solver: str = "CLARABEL") -> np.ndarray:
     """argmin <M, D> over |D|_op <= 1, <D_i, U_i> = 0, by a generic solver of cone programs."""
+    import cvxpy  # a machine with a GPU may lack it, and needs only the rest of this file
+
     D = cvxpy.Variable(M.shape)
     tangent = cvxpy.sum(cvxpy.multiply(D, U), axis=1) == 0
     problem = cvxpy.Problem(

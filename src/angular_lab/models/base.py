@@ -32,9 +32,7 @@ class LanguageModel(nn.Module):
 
     cos: Tensor
     sin: Tensor
-    # Whether passes may be recorded: none of them waits for a number on the host. Off until
-    # tests/test_gpu.py has shown on a GPU that recorded passes are plain ones to the bit.
-    recordable = False
+    recordable = True  # whether passes may be recorded: none of them waits for a number on the host
 
     def __init__(
         self, spec: ModelSpec, layers: Iterable[Block], *, head_bias: bool = False
