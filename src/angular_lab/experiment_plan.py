@@ -57,6 +57,13 @@ class Experiment:
     seeds: tuple[int, ...]  # the first chooses a line's value, the others judge it
     longer: float = 0.0  # share of one more cool-down to the last horizon, off the same trunk
 
+    def __post_init__(self) -> None:
+        if self.longer and len(self.horizons) < 2:  # or its runs would never be done
+            raise ValueError(
+                f"longer={self.longer:g} with the one horizon {self.horizons}: only several "
+                "horizons have a trunk to leave; give more, or set longer=0"
+            )
+
 
 def base(scale: str, paper_recipe: str = "dense-124m") -> Spec:
     """The scale's model and batch; every evaluation that counts is the last one."""

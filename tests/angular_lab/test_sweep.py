@@ -73,6 +73,12 @@ def test_a_longer_cool_down_leaves_the_same_trunk(data: Path, tmp_path: Path) ->
     assert runner.pending()
 
 
+def test_a_longer_cool_down_needs_a_trunk(data: Path) -> None:
+    """A single horizon has none: the run would never be done, and the sweep never end."""
+    with pytest.raises(ValueError, match=r"longer=0\.5 with the one horizon \(8,\): .*longer=0"):
+        small(data, horizons=(8,), longer=0.5)
+
+
 def test_branches_start_from_memory(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
