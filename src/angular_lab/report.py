@@ -11,7 +11,9 @@ from typing import Any
 from angular_lab.experiments import EXPERIMENTS
 from angular_lab.plots import save_png
 from angular_lab.report_claims import Ruling, claims_table, pair_table, rulings
+from angular_lab.report_cooldowns import cooldown_tables, longer_share
 from angular_lab.report_figures import sweep_figures
+from angular_lab.report_manifest import read_sweep
 from angular_lab.report_page import Section, write_page
 from angular_lab.report_results import (
     by_value_table,
@@ -22,8 +24,8 @@ from angular_lab.report_results import (
 )
 from angular_lab.report_runs import Run, find_folders, read_run
 from angular_lab.report_single import groups, row, single_section
-from angular_lab.report_speed import speed_table
-from angular_lab.report_sweeps import SweepData, read_sweep
+from angular_lab.report_speed import pace_table, speed_table
+from angular_lab.report_sweeps import SweepData
 from angular_lab.report_tables import Table, text_table
 from angular_lab.rundir import RunDir
 
@@ -95,8 +97,7 @@ def collect(sources: Sequence[Path], warnings: list[str]) -> tuple[list[SweepDat
 
 def _leftovers(sweep: SweepData, folders: Sequence[Path]) -> list[str]:
     """Runs of an earlier plan stay where they are: said, not shown."""
-    known = {run.folder.name for member in sweep.members for run in member.runs}
-    names = sorted(f.name for f in folders if f.name not in known | sweep.excluded)
+    names = sorted(folder.name for folder in folders if folder.name not in sweep.named)
     return [f"{name} is in the folder, but not in sweep.json: left out" for name in names]
 
 
@@ -132,7 +133,7 @@ def _sweep_section(sweep: SweepData) -> Section:
     speeds = speed_table(sweep)
     if speeds is None and sweep.experiment != "width" and len(sweep.lines) > 1:
         words.append(_no_speed_up(sweep))
-    tables += [speeds, pair_table(sweep)]
+    tables += [speeds, pace_table(sweep), pair_table(sweep), *cooldown_tables(sweep)]
     if sweep.experiment == "speedrun":
         tables.append(speedrun_table(sweep))
     return Section(
@@ -152,7 +153,9 @@ def _plan(sweep: SweepData) -> str:
     horizons = ", ".join(f"{h:,}" for h in sweep.horizons)
     ends = f"{len(sweep.horizons)} cool-downs off one trunk, at step" if horizons else ""
     ends = ends if len(sweep.horizons) > 1 else "one horizon, step"
-    return f"{len(sweep.lines)} lines, {many}, {ends} {horizons}."
+    share = longer_share(sweep)
+    more = f", and a longer one ({share} of the steps) to the last" if share else ""
+    return f"{len(sweep.lines)} lines, {many}, {ends} {horizons}{more}."
 
 
 def _no_speed_up(sweep: SweepData) -> str:

@@ -173,7 +173,7 @@ def value_figure(sweep: SweepData, paint: dict[str, int]) -> Figure | None:
     values = sorted({m.value for m in sweep.members})
     if not sweep.chose or not traces:
         return None
-    axis = short(sweep.members[0].axis)
+    axis = sweep.axis
     ticks = thinned(values)
     panel = Panel(traces, f"{axis} (log)", "final loss", log_x=True, x_ticks=ticks)
     caption = (

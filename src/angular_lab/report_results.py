@@ -35,37 +35,40 @@ def paper_note(sweep: SweepData) -> str:
     return SAME_SCALE if sweep.scale == "paper" else OTHER_SCALE
 
 
-def mean_loss(sweep: SweepData, label: str, horizon: int) -> tuple[float, list[int]] | None:
-    losses = sweep.shown(label, horizon)
-    return (fmean(losses.values()), sorted(losses)) if losses else None
+def judges_note(sweep: SweepData) -> str:
+    if not sweep.chose or len(sweep.seeds) < 2:
+        return ""
+    return f"Seed {sweep.seeds[0]} chose the value and does not count once others are there. "
+
+
+def mean_cells(sweep: SweepData, horizon: int) -> dict[str, Mark | None]:
+    """The mean loss of every line, with the number of seeds behind it; the lowest is marked."""
+    losses = {label: list(sweep.shown(label, horizon).values()) for label in sweep.lines}
+    means = {label: fmean(found) for label, found in losses.items() if found}
+    sizes_differ = sweep.experiment == "width"
+    lowest = None if sizes_differ else min(means.values(), default=None)
+    return {
+        label: loss(means[label], "best" * (means[label] == lowest), f" (n={len(losses[label])})")
+        if label in means
+        else None
+        for label in sweep.lines
+    }
 
 
 def finals_table(sweep: SweepData) -> Table:
     """Cooled-down loss by line and horizon."""
     rows: list[Row] = []
-    means = {
-        (label, h): mean_loss(sweep, label, h) for label in sweep.lines for h in sweep.horizons
-    }
-    lowest = {
-        h: min((m[0] for (_, at), m in means.items() if at == h and m), default=None)
-        for h in sweep.horizons
-    }
-    axis = short(sweep.members[0].axis) if sweep.members else "value"
+    cells = {h: mean_cells(sweep, h) for h in sweep.horizons}
     for label in sweep.lines:
         best = sweep.best.get(label)
-        row: Row = {"line": label, f"best {axis}": best.lr if best else None}
+        row: Row = {"line": label, f"best {sweep.axis}": best.lr if best else None}
         for horizon in sweep.horizons:
-            found = means[label, horizon]
-            name = f"ours at {tokens_form(sweep.tokens(horizon))}"
-            is_best = found is not None and found[0] == lowest[horizon]
-            kind = "best" if is_best and sweep.experiment != "width" else ""  # sizes differ there
-            row[name] = loss(found[0], kind, f" (n={len(found[1])})") if found else None
-        seeds = {s for h in sweep.horizons if (m := means[label, h]) for s in m[1]}
+            row[f"ours at {tokens_form(sweep.tokens(horizon))}"] = cells[horizon][label]
+        seeds = {seed for h in sweep.horizons for seed in sweep.shown(label, h)}
         row["seeds"] = seeds_form(sorted(seeds))
         rows.append(row | _paper_teaser(sweep, label))
     note = "Mean validation loss after the cool-down, at so many tokens; n: number of seeds. "
-    if sweep.chose and len(sweep.seeds) > 1:
-        note += f"Seed {sweep.seeds[0]} chose the value and does not count once others are there. "
+    note += judges_note(sweep)
     note += f"{paper_note(sweep)}." if sweep.experiment == "teaser" else ""
     return Table(key_of(sweep, "final-loss"), "Final loss by line and horizon", rows, note.strip())
 
@@ -95,11 +98,10 @@ def by_value_table(sweep: SweepData) -> Table:
             losses = theirs[label].losses
             cells = {f"{v:.4g}": _paper_cell(v, losses) for v in sorted(values)}
             rows.append({"line": label, "source": Mark("the paper's", "paper"), **cells})
-    axis = short(sweep.members[0].axis) if sweep.members else "value"
     note = f"One seed ({first}), at {tokens_form(sweep.tokens(last))} tokens; the best of a line "
     note += "is bold, † marks a best at the edge of its grid."
     note += f" {paper_note(sweep)}." if theirs else ""
-    return Table(key_of(sweep, "loss-by-value"), f"Final loss by {axis}", rows, note)
+    return Table(key_of(sweep, "loss-by-value"), f"Final loss by {sweep.axis}", rows, note)
 
 
 def _value_cell(sweep: SweepData, member: Member | None, horizon: int) -> Mark | None:
@@ -156,12 +158,17 @@ def speedrun_table(sweep: SweepData) -> Table:
 def members_table(sweep: SweepData) -> Table:
     """Every run behind the numbers."""
     rows: list[Row] = []
+    last = sweep.horizons[-1]
     for m in sweep.members:
         finals = {
             f"{tokens_form(sweep.tokens(h))} tokens": loss(end[1]) if (end := m.final(h)) else None
             for h in sweep.horizons
         }
-        speeds = [speed for run in m.runs if (speed := run.speed) is not None]
+        if m.plans_longer:
+            end = m.cooled_longer(last).final(last)
+            name = f"{tokens_form(sweep.tokens(last))} tokens, longer cool-down"
+            finals[name] = loss(end[1]) if end else None
+        speeds = [speed for run in m.normal if (speed := run.speed) is not None]
         done = all(end is not None for end in finals.values())
         status = "diverged" if m.diverged else "done" if done else "unfinished"
         folder = next((run.name for run in m.runs), None)

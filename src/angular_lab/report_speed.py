@@ -1,11 +1,12 @@
-"""Speed-ups in tokens and in wall-clock, and why one cannot be computed."""
+"""Speeds, speed-ups in tokens and in wall-clock, and why one cannot be computed."""
 
 from statistics import median
 
 from angular_lab import paper
 from angular_lab.report_results import key_of, paper_note
+from angular_lab.report_runs import Run
 from angular_lab.report_sweeps import SweepData
-from angular_lab.report_tables import Mark, Row, Table, seeds_form
+from angular_lab.report_tables import Mark, Row, Table, seeds_form, tokens_form
 from angular_lab.statistics import Curve, SpeedUps, speed_up, speed_up_interval, wall_clock_speed_up
 
 
@@ -82,20 +83,65 @@ def _interval(found: SpeedUps) -> str | None:
 
 def line_speed(sweep: SweepData, label: str) -> tuple[float | None, set[str]]:
     """Median tokens/s of the line at its best value, and the devices that it ran on."""
-    runs = [run for member in sweep.at_best(label).values() for run in member.runs]
+    runs = _runs(sweep, label)
     speeds = [speed for run in runs for speed in run.speeds]
     return (median(speeds) if speeds else None), {run.device for run in runs}
+
+
+def _runs(sweep: SweepData, label: str) -> list[Run]:
+    return [run for member in sweep.at_best(label).values() for run in member.normal]
+
+
+def pace_table(sweep: SweepData) -> Table | None:
+    """How fast the lines ran, and what that makes of the last horizon's tokens."""
+    tokens = sweep.tokens(sweep.horizons[-1])
+    rows = [_pace(sweep, label, tokens) for label in sweep.lines]
+    if tokens is None or not any(row["tokens/s"] for row in rows):
+        return None
+    note = (
+        "Median of the tokens per second that the runs at the best value logged; slowest and "
+        "fastest: medians of single runs. Minutes: the tokens at the line's median, without "
+        "start-up and evaluations. The logs do not say whether a run had its device to itself. "
+        "Runs that shared one logged the speed of their share: then these ratios, and speed-ups in "
+        "wall-clock, are about the optimizers only if all lines shared alike."
+    )
+    return Table(key_of(sweep, "pace"), "Speed of training", rows, note)
+
+
+def _pace(sweep: SweepData, label: str, tokens: float | None) -> Row:
+    speed, devices = line_speed(sweep, label)
+    by_run = [median(run.speeds) for run in _runs(sweep, label) if run.speeds]
+    row: Row = {"line": label, "tokens/s": speed, "runs": len(by_run)}
+    row["slowest run"] = min(by_run, default=None)
+    row["fastest run"] = max(by_run, default=None)
+    row[f"minutes to {tokens_form(tokens)}"] = tokens / speed / 60 if tokens and speed else None
+    if sweep.ours is not None:
+        pair = _speeds(sweep, sweep.ours, label)
+        relative = _cannot(pair) if isinstance(pair, str) else _relative(pair[0] / pair[1])
+        row[f"time relative to {sweep.ours}"] = relative
+    row["device"] = ", ".join(sorted(devices)) or None
+    return row
+
+
+def _relative(ratio: float) -> Mark:
+    return Mark(ratio, "", f"{ratio:.3f}×")
+
+
+def _speeds(sweep: SweepData, ours: str, other: str) -> tuple[float, float] | str:
+    """Tokens/s of both lines, or why they cannot be compared."""
+    (our_speed, our_devices), (speed, devices) = line_speed(sweep, ours), line_speed(sweep, other)
+    if our_speed is None or speed is None:
+        without = ours if our_speed is None else other
+        return f"{without} has no {'timing.jsonl' if _runs(sweep, without) else 'finished run'}"
+    if our_devices != devices or len(devices) > 1:
+        return f"they ran on {', '.join(sorted(our_devices | devices))}"
+    return our_speed, speed
 
 
 def _wall_clock(sweep: SweepData, ours: str, other: str, found: SpeedUps) -> Mark | str:
     if found.mean is None:
         return _cannot("there is no speed-up in tokens")
-    (our_speed, our_devices), (speed, devices) = line_speed(sweep, ours), line_speed(sweep, other)
-    for label, known in ((ours, our_speed), (other, speed)):
-        if known is None:
-            return _cannot(f"{label} has no timing.jsonl")
-    if our_devices != devices or len(devices) > 1:
-        return _cannot(f"they ran on {', '.join(sorted(our_devices | devices))}")
-    assert our_speed is not None
-    assert speed is not None
-    return _times(wall_clock_speed_up(found.mean, our_speed, speed), found)
+    pair = _speeds(sweep, ours, other)
+    if isinstance(pair, str):
+        return _cannot(pair)
+    return _times(wall_clock_speed_up(found.mean, *pair), found)

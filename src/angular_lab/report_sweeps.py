@@ -1,18 +1,11 @@
-"""A sweep as a report reads it: which run is what, and which may be compared.
+"""A sweep as a report sees it: which run is what, and which losses count."""
 
-`sweep.json` says what was planned, the run folders what there is. Everything that keeps a number
-out of a comparison ends up in `warnings`.
-"""
-
-import json
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
-from typing import Any
 
-from angular_lab.report_runs import DIVERGED, SWEEP, Run, read_run
-from angular_lab.statistics import BestRate, Side, best_rate
+from angular_lab.report_runs import Run
+from angular_lab.statistics import BestRate
 
 
 @dataclass(frozen=True)
@@ -26,15 +19,26 @@ class Member:
     ends: dict[int, Run]
     trunk: Run | None
     diverged: bool
+    longer: Run | None = None  # one more cool-down to the last horizon, of a larger share
+    plans_longer: bool = False
 
     def final(self, horizon: int) -> tuple[int, float] | None:
         """Tokens and cooled-down loss; None where it did not get there."""
         run = self.ends.get(horizon)
         return None if run is None or self.diverged else run.final
 
+    def cooled_longer(self, horizon: int) -> "Member":
+        """As if the longer cool-down were its only end."""
+        return replace(self, ends={horizon: self.longer} if self.longer else {}, longer=None)
+
+    @property
+    def normal(self) -> list[Run]:
+        """What horizons, speeds and figures are about."""
+        return [*([self.trunk] if self.trunk else []), *self.ends.values()]
+
     @property
     def runs(self) -> list[Run]:
-        return [*([self.trunk] if self.trunk else []), *self.ends.values()]
+        return [*self.normal, *([self.longer] if self.longer else [])]
 
     @property
     def name(self) -> str:
@@ -54,11 +58,16 @@ class SweepData:
     best: dict[str, BestRate] = field(default_factory=dict)  # by line, where one can be told
     warnings: list[str] = field(default_factory=list)
     key: str = ""  # of its files and ids, set where two folders have one name
-    excluded: set[str] = field(default_factory=set)  # run folders, by name
+    named: set[str] = field(default_factory=set)  # run folders that the manifest knows
 
     @property
     def name(self) -> str:
         return f"{self.experiment}, scale {self.scale}"
+
+    @property
+    def axis(self) -> str:
+        """What the lines' values are of."""
+        return short(self.members[0].axis) if self.members else "value"
 
     @property
     def chose(self) -> bool:
@@ -86,6 +95,25 @@ class SweepData:
             return {}
         found = {m.seed: m for m in self.of_line(label) if m.value == self.best[label].lr}
         return {seed: found[seed] for seed in sorted(found)}
+
+    def cooled_longer(self) -> "SweepData | None":
+        """The sweep with the longer cool-downs as its only ends, each line at the value that was
+        chosen without them. None where there are none."""
+        if not any(member.longer for member in self.members):
+            return None
+        last = self.horizons[-1]
+        members = [member.cooled_longer(last) for member in self.members]
+        return replace(self, horizons=[last], members=members)
+
+    def first_losses(self, label: str) -> dict[float, float]:
+        """Losses at the last horizon by value: what the first seed chooses from."""
+        losses: dict[float, float] = {}
+        for member in self.of_line(label):
+            if member.seed == self.seeds[0]:
+                end = member.final(self.horizons[-1])
+                if end is not None or member.diverged:
+                    losses[member.value] = inf if end is None else end[1]
+        return losses
 
     def judged(self, label: str, horizon: int) -> dict[int, float]:
         """Cooled-down losses by seed, from the judging seeds."""
@@ -115,123 +143,3 @@ class SweepData:
 def short(axis: str) -> str:
     """optim.aux_lr is shown as aux_lr."""
     return axis.rpartition(".")[2]
-
-
-def read_sweep(folder: Path, warnings: list[str]) -> SweepData | None:
-    path = folder / SWEEP
-    try:
-        content = json.loads(path.read_text())
-        sweep = SweepData(
-            folder=folder,
-            experiment=content["experiment"],
-            scale=content["scale"],
-            title=content["title"],
-            lines=list(content["lines"]),
-            horizons=sorted(int(h) for h in content["horizons"]),
-            seeds=[int(seed) for seed in content["seeds"]],
-        )
-        if not (sweep.lines and sweep.horizons and sweep.seeds):
-            raise ValueError("it has no lines, no horizons or no seeds")
-        sweep.members = [_member(folder, entry, sweep.warnings) for entry in content["entries"]]
-        chosen = {label: best["value"] for label, best in content["chosen"].items()}
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
-        warnings.append(f"{path} cannot be read ({error!r}): its runs are shown one by one")
-        return None
-    _exclude_others(sweep)
-    _find_best(sweep, chosen)
-    _note_gaps(sweep)
-    return sweep
-
-
-def _member(folder: Path, entry: dict[str, Any], warnings: list[str]) -> Member:
-    ends, trunk = {}, None
-    root = folder
-    for horizon, name in entry["folders"].items():
-        root = folder / name.removesuffix(f"-to{horizon}")
-        if (folder / name).is_dir():
-            run = read_run(folder / name, warnings)
-            if run is not None:
-                ends[int(horizon)] = run
-        elif not (root / DIVERGED).exists() and entry["status"] == "done":
-            warnings.append(f"{folder / name} is named in {SWEEP} as done, but it is not there")
-    if len(entry["folders"]) > 1 and root.is_dir():
-        trunk = read_run(root, warnings)
-    diverged = entry["status"] == "diverged" or (root / DIVERGED).exists()
-    values = entry["label"], entry["axis"], float(entry["value"]), int(entry["seed"])
-    return Member(*values, ends=ends, trunk=trunk, diverged=diverged)
-
-
-def _exclude_others(sweep: SweepData) -> None:
-    """Losses on other tokens, or over another vocabulary, are other quantities: they go."""
-    kinds = Counter(run.comparable for member in sweep.members for run in member.runs)
-    if len(kinds) < 2:
-        return
-    (data, vocabulary), _ = kinds.most_common(1)[0]
-    kept: list[Member] = []
-    for member in sweep.members:
-        wrong = next((r for r in member.runs if r.comparable != (data, vocabulary)), None)
-        if wrong is None:
-            kept.append(member)
-            continue
-        sweep.excluded |= {run.name for run in member.runs}
-        sweep.warnings.append(
-            f"{member.name} is left out of the comparison: data {wrong.data[:12] or 'unknown'} and "
-            f"vocabulary {wrong.spec.model.vocabulary:,}, where most runs have "
-            f"{data[:12] or 'unknown'} and {vocabulary:,}"
-        )
-    sweep.members = kept
-
-
-def _find_best(sweep: SweepData, chosen: dict[str, float]) -> None:
-    """The value that the sweep chose; where it has not yet, the best so far."""
-    last = sweep.horizons[-1]
-    for label in sweep.lines:
-        losses: dict[float, float] = {}
-        for member in sweep.of_line(label):
-            if member.seed == sweep.seeds[0]:
-                end = member.final(last)
-                if end is not None or member.diverged:
-                    losses[member.value] = inf if end is None else end[1]
-        try:
-            best = best_rate(losses)
-        except ValueError:
-            sweep.warnings.append(f"{label}: no finished run, so no best value yet")
-            continue
-        value = chosen.get(label, best.lr)
-        if value != best.lr:
-            known = value in losses
-            sweep.warnings.append(
-                f"{label}: {SWEEP} chose {value:g}, but {best.lr:g} has the lowest loss of what is "
-                f"here; {value if known else best.lr:g} is used"
-            )
-            best = _at(value, losses) if known else best
-        elif label not in chosen:
-            sweep.warnings.append(f"{label}: not chosen yet, {best.lr:g} is the best so far")
-        sweep.best[label] = best
-
-
-def _at(value: float, losses: dict[float, float]) -> BestRate:
-    edge: tuple[Side, ...] = ("below",) if value == min(losses) else ()
-    edge += ("above",) if value == max(losses) else ()
-    return BestRate(value, losses[value], bool(edge), edge)
-
-
-def _note_gaps(sweep: SweepData) -> None:
-    for member in sweep.members:
-        if member.diverged:
-            sweep.warnings.append(f"{member.name} diverged: it counts as the worst of its grid")
-        elif missing := [h for h in sweep.horizons if member.final(h) is None]:
-            steps = ", ".join(f"{h:,}" for h in missing)
-            sweep.warnings.append(f"{member.name} is unfinished: no final loss at step {steps}")
-    for label, best in sweep.best.items():
-        for seed in sweep.seeds:
-            if seed not in sweep.at_best(label):
-                sweep.warnings.append(f"{label} at {best.lr:g}: seed {seed} is missing")
-        if sweep.at_edge(label):
-            sweep.warnings.append(
-                f"{label}: the best value {best.lr:g} lies at the edge of its grid; the optimum "
-                f"may lie {best.extend[0]} it"
-            )
-    for label in sweep.lines:
-        if not sweep.of_line(label):
-            sweep.warnings.append(f"{label}: planned, but it has no usable run")

@@ -1,0 +1,86 @@
+"""What the length of the cool-down does: the same trunks, a normal and a longer end."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from angular_lab.report_claims import pair_table
+from angular_lab.report_results import judges_note, key_of, mean_cells
+from angular_lab.report_runs import Run
+from angular_lab.report_sweeps import SweepData
+from angular_lab.report_tables import Mark, Row, Table, seeds_form, tokens_form
+from angular_lab.statistics import best_rate, paired_differences
+
+
+def share_form(runs: Iterable[Run]) -> str:
+    """The part of its steps in which a run cools down, as the specs have it; "" without runs."""
+    specs = [run.spec for run in runs]
+    shares = sorted({round(100 * spec.decay_steps / spec.steps, 1) for spec in specs})
+    return " or ".join(f"{share:g}%" for share in shares)
+
+
+def longer_share(sweep: SweepData) -> str:
+    return share_form(member.longer for member in sweep.members if member.longer)
+
+
+def cooldown_tables(sweep: SweepData) -> list[Table]:
+    longer = sweep.cooled_longer()
+    if longer is None:
+        return []
+    found = [_losses_table(sweep, longer)]
+    pairs = pair_table(longer)
+    if pairs is not None:
+        share = longer_share(sweep)
+        note = (
+            f"As above, but cooled down for {share} of the steps. Each line is at the value that "
+            "the normal cool-down chose."
+        )
+        title = f"Line against line, with the longer cool-down ({share} of the steps)"
+        found.append(replace(pairs, key=key_of(sweep, "pairs-longer"), title=title, note=note))
+    return found
+
+
+def _losses_table(sweep: SweepData, longer: SweepData) -> Table:
+    last, axis = sweep.horizons[-1], sweep.axis
+    normal = share_form(m.ends[last] for m in sweep.members if last in m.ends) or "?%"
+    columns = {
+        f"normal, {normal} of the steps": mean_cells(sweep, last),
+        f"longer, {longer_share(sweep)} of the steps": mean_cells(longer, last),
+    }
+    rows: list[Row] = []
+    for label in sweep.lines:
+        best = sweep.best.get(label)
+        row: Row = {"line": label, f"best {axis}": best.lr if best else None}
+        row |= {name: cells[label] for name, cells in columns.items()}
+        paired = paired_differences(longer.shown(label, last), sweep.shown(label, last))
+        mean = paired.mean
+        row["longer - normal"] = None if mean is None else Mark(mean, "", f"{mean:+.4f}")
+        row["seeds of the difference"] = seeds_form(paired.seeds)
+        row[f"best {axis} with the longer one"] = _best(sweep, longer, label)
+        rows.append(row)
+    note = (
+        f"Mean validation loss at {tokens_form(sweep.tokens(last))} tokens after two cool-downs "
+        "off the same trunk, and their difference seed by seed (negative: the longer one is "
+        f"better). Both are at the {axis} that the normal one chose. The last column is what the "
+        f"longer one would have chosen on seed {sweep.seeds[0]}: where that is another, the line "
+        "could do better with the longer one than is shown. "
+        f"{judges_note(sweep)}n: number of seeds; † marks a best at the edge of its grid."
+    )
+    title = "Final loss by length of the cool-down"
+    return Table(key_of(sweep, "cool-downs"), title, rows, note)
+
+
+def _best(sweep: SweepData, longer: SweepData, label: str) -> Mark | None:
+    """What the first seed would choose; it says so where that is not what was chosen."""
+    losses = longer.first_losses(label)
+    try:
+        found = best_rate(losses)
+    except ValueError:
+        return None  # none finished, and there is a warning about it
+    grid = {member.value for member in sweep.of_line(label) if member.seed == sweep.seeds[0]}
+    missing = len(grid - losses.keys())
+    edge = " †" if len(grid) > 1 and found.lr in (min(grid), max(grid)) else ""
+    said = [f"so far, {missing} unfinished"] if missing else []
+    chosen = sweep.best.get(label)
+    if chosen is not None and chosen.lr != found.lr:
+        said.append(f"chosen was {chosen.lr:g}")
+    return Mark(found.lr, "", f"{found.lr:g}{edge}" + (f" ({', '.join(said)})" if said else ""))
