@@ -29,12 +29,14 @@ def cooldown_tables(sweep: SweepData) -> list[Table]:
     found = [_losses_table(sweep, longer)]
     pairs = pair_table(longer)
     if pairs is not None:
-        share = longer_share(sweep)
         note = (
-            f"As above, but cooled down for {share} of the steps. Each line is at the value that "
-            "the normal cool-down chose."
+            f"Seed by seed, each line at the {sweep.axis} that the normal cool-down chose; "
+            "negative is better for the first line."
         )
-        title = f"Line against line, with the longer cool-down ({share} of the steps)"
+        if moved := [label for label in sweep.lines if _moved(longer, label)]:
+            note += f" The longer one would have chosen another for {', '.join(moved)}."
+        title = "Line against line, with the longer cool-down "
+        title += f"({longer_share(sweep)} of the steps)"
         found.append(replace(pairs, key=key_of(sweep, "pairs-longer"), title=title, note=note))
     return found
 
@@ -55,7 +57,7 @@ def _losses_table(sweep: SweepData, longer: SweepData) -> Table:
         mean = paired.mean
         row["longer - normal"] = None if mean is None else Mark(mean, "", f"{mean:+.4f}")
         row["seeds of the difference"] = seeds_form(paired.seeds)
-        row[f"best {axis} with the longer one"] = _best(sweep, longer, label)
+        row[f"best {axis} with the longer one"] = _best_cell(longer, label)
         rows.append(row)
     note = (
         f"Mean validation loss at {tokens_form(sweep.tokens(last))} tokens after two cool-downs "
@@ -69,18 +71,27 @@ def _losses_table(sweep: SweepData, longer: SweepData) -> Table:
     return Table(key_of(sweep, "cool-downs"), title, rows, note)
 
 
-def _best(sweep: SweepData, longer: SweepData, label: str) -> Mark | None:
-    """What the first seed would choose; it says so where that is not what was chosen."""
-    losses = longer.first_losses(label)
+def _best(longer: SweepData, label: str) -> float | None:
+    """What the first seed would choose."""
     try:
-        found = best_rate(losses)
+        return best_rate(longer.first_losses(label)).lr
     except ValueError:
         return None  # none finished, and there is a warning about it
-    grid = {member.value for member in sweep.of_line(label) if member.seed == sweep.seeds[0]}
-    missing = len(grid - losses.keys())
-    edge = " †" if len(grid) > 1 and found.lr in (min(grid), max(grid)) else ""
+
+
+def _moved(longer: SweepData, label: str) -> bool:
+    found, chosen = _best(longer, label), longer.best.get(label)
+    return found is not None and chosen is not None and chosen.lr != found
+
+
+def _best_cell(longer: SweepData, label: str) -> Mark | None:
+    """It says so where that is not what was chosen."""
+    found = _best(longer, label)
+    if found is None:
+        return None
+    grid = {member.value for member in longer.of_line(label) if member.seed == longer.seeds[0]}
+    missing = len(grid - longer.first_losses(label).keys())
+    edge = " †" if len(grid) > 1 and found in (min(grid), max(grid)) else ""
     said = [f"so far, {missing} unfinished"] if missing else []
-    chosen = sweep.best.get(label)
-    if chosen is not None and chosen.lr != found.lr:
-        said.append(f"chosen was {chosen.lr:g}")
-    return Mark(found.lr, "", f"{found.lr:g}{edge}" + (f" ({', '.join(said)})" if said else ""))
+    said += [f"chosen was {longer.best[label].lr:g}"] if _moved(longer, label) else []
+    return Mark(found, "", f"{found:g}{edge}" + (f" ({', '.join(said)})" if said else ""))

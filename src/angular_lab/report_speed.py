@@ -100,8 +100,9 @@ def pace_table(sweep: SweepData) -> Table | None:
         return None
     note = (
         "Median of the tokens per second that the runs at the best value logged; slowest and "
-        "fastest: medians of single runs. Minutes: the tokens at the line's median, without "
-        "start-up and evaluations. The logs do not say whether a run had its device to itself. "
+        "fastest: medians of single runs. Minutes: the tokens at the line's median, which leaves "
+        "start-up and rare evaluations out. The logs do not say whether a run had its device to "
+        "itself. "
         "Runs that shared one logged the speed of their share: then these ratios, and speed-ups in "
         "wall-clock, are about the optimizers only if all lines shared alike."
     )
@@ -114,7 +115,8 @@ def _pace(sweep: SweepData, label: str, tokens: float | None) -> Row:
     row: Row = {"line": label, "tokens/s": speed, "runs": len(by_run)}
     row["slowest run"] = min(by_run, default=None)
     row["fastest run"] = max(by_run, default=None)
-    row[f"minutes to {tokens_form(tokens)}"] = tokens / speed / 60 if tokens and speed else None
+    minutes = tokens / speed / 60 if tokens and speed else None
+    row[f"minutes to {tokens_form(tokens)} tokens"] = minutes
     if sweep.ours is not None:
         pair = _speeds(sweep, sweep.ours, label)
         relative = _cannot(pair) if isinstance(pair, str) else _relative(pair[0] / pair[1])

@@ -74,12 +74,16 @@ def test_numbers_by_hand(tmp_path: Path) -> None:
     assert ours["seeds of the difference"] == adamw["seeds of the difference"] == "2 seeds (1, 2)"
     assert float(ours["best lr with the longer one"]) == 0.04
     assert float(adamw["best lr with the longer one"]) == 0.002
+    markdown = (tmp_path / "out" / "tables" / "small-cool-downs.md").read_text()
+    assert "| 0.02 | **2.8300 (n=2)** | **2.7800 (n=2)** |" in markdown  # the lowest are bold
+    assert "| 0.002 | 2.9300 (n=2) | 2.9300 (n=2) |" in markdown
     (pair,) = table(tmp_path / "out", "small-pairs-longer")
     assert (pair["claim"], pair["verdict"]) == ("angular_muown is below adamw", "holds")
     assert float(pair["mean difference"]) == pytest.approx(-(0.13 + 0.17) / 2)
     words = visible(page)
     assert "2.7800 (n=2)" in words
     assert "0.04 † (chosen was 0.02)" in words
+    assert "The longer one would have chosen another for angular_muown." in words
     assert "0.002 † (" not in words  # the same as was chosen: nothing to say
     assert "at step 100, 200, and a longer one (20% of the steps) to the last." in words
     runs = table(tmp_path / "out", "small-runs")
@@ -200,7 +204,7 @@ def test_speed_of_training(tmp_path: Path) -> None:
     assert float(adamw["tokens/s"]) == 2000  # one slow run in nine does not move the median
     assert (adamw["slowest run"], adamw["fastest run"]) == ("500.0", "2000.0")
     assert adamw["runs"] == "9"  # three seeds: a trunk and two cool-downs each
-    assert float(ours["minutes to 200k"]) == pytest.approx(200_000 / 1000 / 60)
+    assert float(ours["minutes to 200k tokens"]) == pytest.approx(200_000 / 1000 / 60)
     relative = "time relative to angular_muown"
     assert (float(adamw[relative]), float(ours[relative])) == (0.5, 1.0)
     assert ours["device"] == "cpu"

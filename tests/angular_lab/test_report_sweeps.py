@@ -261,6 +261,8 @@ def test_width_qwen2_moe_and_speedrun(tmp_path: Path) -> None:
     (run,) = table(tmp_path / "out", "speedrun-paper-speedrun")
     assert float(run["(target - mean) * sqrt(n)"]) == pytest.approx(0.006)
     assert run["passes"] == "True"
+    losses_by_width = (tmp_path / "out" / "tables" / "width-s-final-loss.md").read_text()
+    assert "| 2.8000 (n=1) |" in losses_by_width  # not bold: sizes are no rivals
     rows = table(tmp_path / "out", "qwen2-s-loss-by-value")
     assert [row["source"] for row in rows] == ["ours", "the paper's"] * 3
     assert (rows[1]["0.04"], rows[0]["0.04"], rows[0]["0.004"]) == ("2.648", "2.6", "")
