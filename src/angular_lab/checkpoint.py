@@ -90,8 +90,8 @@ def _content(
     averages: Averages,
 ) -> dict[str, Any]:
     weights, state = get_state_dict(model, optimizer)
-    averaged = {"average": averages.state()} if averages.names else {}
-    return {"model": weights, "optimizer": state, "counters": counters, **averaged}
+    parts = {"model": weights, "optimizer": state, "average": averages.state()}
+    return {**parts, "counters": counters}
 
 
 def load(
@@ -110,7 +110,7 @@ def load(
     reader, planner = SafeReader(path), SafePlanner()
     try:
         if averages is not None:
-            content |= _averages_in(reader, averages)
+            content["average"] = _averages_in(reader, averages)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(content, storage_reader=reader, planner=planner, no_dist=ranks.world == 1)
@@ -123,7 +123,7 @@ def load(
         optim_state_dict=content.get("optimizer", {}),
     )
     if averages is not None:
-        averages.load(content.get("average", {}))
+        averages.load(content["average"])
     return content["counters"]
 
 
@@ -131,8 +131,7 @@ def _averages_in(reader: "SafeReader", averages: Averages) -> dict[str, Any]:
     """Those that the checkpoint has. Where a branch asks for others than its parent, they begin."""
     saved = reader.read_metadata().state_dict_metadata
     windows = averages.state().items()
-    found = {window: part for window, part in windows if f"average.{window}.count" in saved}
-    return {"average": found} if found else {}
+    return {window: part for window, part in windows if f"average.{window}.count" in saved}
 
 
 Point = dict[str, Any]
@@ -158,7 +157,7 @@ def from_memory(
         model_state_dict=content["model"],
         optim_state_dict=content["optimizer"],
     )
-    averages.load(content.get("average", {}))
+    averages.load(content["average"])
     return content["counters"]
 
 

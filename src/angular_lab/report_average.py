@@ -14,8 +14,8 @@ COOLED, UNCOOLED = "cooled down", "full rate"
 NOTE = (
     "Each run is its own partner: the validation loss of an average of its last weights, minus "
     f"that of the weights. A window is the average's length in steps. “{UNCOOLED}” is the last "
-    "evaluation before the cool-down: an average is said to replace one. All seeds count, because "
-    "nothing was chosen between the two."
+    "evaluation before the cool-down, which goes on to more tokens: these rows do not say whether "
+    "an average replaces it. All seeds count, because nothing was chosen between the two."
 )
 Key = tuple[str, str, float, str, int, int]  # line, axis, value, read-out, tokens, window
 
