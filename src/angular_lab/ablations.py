@@ -82,6 +82,18 @@ def leads(scale: str) -> Experiment:
     return Experiment("leads", scale, title, lines, HORIZONS[scale][-1:], SEEDS[scale])
 
 
+def average(scale: str) -> Experiment:
+    """An average of the last weights beside the weights. One line is enough: a run evaluates all
+    its averages, and none changes it. The rates are a grid, because an average may do best at a
+    higher one; two horizons, because then there is a trunk, read out where its cool-down starts."""
+    horizons = HORIZONS[scale][0], HORIZONS[scale][-1]
+    windows = (max(2, round(share * horizons[-1])) for share in (0.01, 0.03, 0.1))
+    spec = replace(base(scale), average=",".join(map(str, windows)))
+    line = Line("angular_muown", trained_by(spec, "angular_muown"), RATES[scale]["angular_muown"])
+    title = "Read-out from an average of the last weights"
+    return Experiment("average", scale, title, (line,), horizons, SEEDS[scale])
+
+
 def rivals(scale: str) -> Experiment:
     """Each at its own settings: magnitude-direction decoupling is published with a rate that falls
     linearly to the end."""

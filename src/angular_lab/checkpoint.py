@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from angular_lab.average import Averages
 from angular_lab.ranks import Ranks
 
 PREFIX = "step_"
@@ -50,6 +51,7 @@ def save(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     ranks: Ranks,
+    averages: Averages,
 ) -> None:
     """`counters` holds at least "step"."""
     step = counters["step"]
@@ -59,8 +61,7 @@ def save(
         clean(folder)
         temporary.mkdir(parents=True)
     ranks.barrier()
-    weights, state = get_state_dict(model, optimizer)
-    content = {"model": weights, "optimizer": state, "counters": counters}
+    content = _content(counters, model, optimizer, averages)
     try:
         with warnings.catch_warnings():
             # torch tells that one process saves alone: we know
@@ -82,10 +83,25 @@ def save(
     ranks.barrier()
 
 
+def _content(
+    counters: dict[str, int],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    averages: Averages,
+) -> dict[str, Any]:
+    weights, state = get_state_dict(model, optimizer)
+    parts = {"model": weights, "optimizer": state, "average": averages.state()}
+    return {**parts, "counters": counters}
+
+
 def load(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: Ranks
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    ranks: Ranks,
+    averages: Averages | None = None,
 ) -> dict[str, int]:
-    """Into model and, where given, optimizer; returns the counters."""
+    """Into model and, where given, optimizer and averages; returns the counters."""
     optimizers = [] if optimizer is None else [optimizer]
     weights, state = get_state_dict(model, optimizers)
     content: dict[str, Any] = {"model": weights, "counters": {"step": 0, "skipped": 0}}
@@ -93,6 +109,8 @@ def load(
         content["optimizer"] = state
     reader, planner = SafeReader(path), SafePlanner()
     try:
+        if averages is not None:
+            content["average"] = _averages_in(reader, averages)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(content, storage_reader=reader, planner=planner, no_dist=ranks.world == 1)
@@ -104,21 +122,34 @@ def load(
         model_state_dict=content["model"],
         optim_state_dict=content.get("optimizer", {}),
     )
+    if averages is not None:
+        averages.load(content["average"])
     return content["counters"]
+
+
+def _averages_in(reader: "SafeReader", averages: Averages) -> dict[str, Any]:
+    """Those that the checkpoint has. Where a branch asks for others than its parent, they begin."""
+    saved = reader.read_metadata().state_dict_metadata
+    windows = averages.state().items()
+    return {window: part for window, part in windows if f"average.{window}.count" in saved}
 
 
 Point = dict[str, Any]
 
 
 def to_memory(
-    counters: dict[str, int], model: nn.Module, optimizer: torch.optim.Optimizer
+    counters: dict[str, int],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    averages: Averages,
 ) -> Point:
     """What `save` writes, as a copy that a later run of this process can start from."""
-    weights, state = get_state_dict(model, optimizer)
-    return copy.deepcopy({"model": weights, "optimizer": state, "counters": counters})
+    return copy.deepcopy(_content(counters, model, optimizer, averages))
 
 
-def from_memory(point: Point, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+def from_memory(
+    point: Point, model: nn.Module, optimizer: torch.optim.Optimizer, averages: Averages
+) -> dict[str, int]:
     content = copy.deepcopy(point)  # an optimizer may keep the tensors it is given
     set_state_dict(
         model,
@@ -126,6 +157,7 @@ def from_memory(point: Point, model: nn.Module, optimizer: torch.optim.Optimizer
         model_state_dict=content["model"],
         optim_state_dict=content["optimizer"],
     )
+    averages.load(content["average"])
     return content["counters"]
 
 

@@ -28,8 +28,8 @@ def describe(spec: Spec) -> str:
         f"parameters   {parameters:,}",
         f"tokens       {tokens:,} ({spec.steps:,} steps of {spec.tokens_per_step:,})",
         f"operations   {flops:.3g} FLOP ({model.flops_per_token():.4g} per token)",
-        f"memory       {_state_bytes(parameters) / 2**30:.2f} GiB for weights, gradients and "
-        "state; activations on top",
+        f"memory       {_state_bytes(parameters, len(spec.averages)) / 2**30:.2f} GiB for weights, "
+        "gradients and state; activations on top",
         f"time         {_duration(flops / rate)} at {rate / 1e12:.3g} TFLOP/s ({source})",
     ]
     return "\n".join(lines)
@@ -51,8 +51,9 @@ def _plan(model: LanguageModel, spec: Spec) -> str:
     return f"{type(optimizer).__name__}\n" + "\n".join(f"  {row}" for row in rows)
 
 
-def _state_bytes(parameters: int) -> int:
-    return parameters * (4 + 4 + 8)  # weights, gradients, at most two moments, float32
+def _state_bytes(parameters: int, averages: int) -> int:
+    """Weights, gradients, at most two moments, averages; float32."""
+    return parameters * (4 + 4 + 8 + 4 * averages)
 
 
 def rate_here() -> tuple[float, str]:

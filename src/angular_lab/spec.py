@@ -79,6 +79,7 @@ class Spec:
     pins: str = ""  # comma-separated steps whose checkpoints always stay: branch points
     log_every: int = 10
     angle_every: int = 50  # 0: never
+    average: str = ""  # comma-separated windows in steps: evaluate averages of the weights as well
     on_nan: str = "stop"  # stop, skip
     precision: str = "bf16"  # bf16 (autocast), fp32
     compile: bool = True
@@ -109,6 +110,12 @@ class Spec:
                 raise ValueError(f"{key}={getattr(self, key)}: it must be at least {low}")
         if not all(part.strip().isdigit() for part in self.pins.split(",") if part):
             raise ValueError(f"pins={self.pins}: write steps, separated by commas")
+        windows = [part.strip() for part in self.average.split(",") if part]
+        if not all(part.isdecimal() and int(part) > 1 for part in windows):
+            raise ValueError(
+                f"average={self.average}: write windows of at least 2 steps, separated by commas; "
+                "a window of 1 would be the weights themselves"
+            )
         if self.schedule.kind not in ("wsd", "cosine", "constant"):
             raise ValueError(
                 f"schedule.kind={self.schedule.kind}: it must be wsd, cosine or constant"
@@ -121,6 +128,12 @@ class Spec:
         cooling = self.schedule.kind == "wsd" and 0 < self.decay_steps < self.steps
         start = self.steps - self.decay_steps
         return (*listed, start) if cooling and start > self.parent_step else listed
+
+    @property
+    def averages(self) -> dict[int, str]:
+        """Windows of the averages, and what their losses are called in metrics.jsonl."""
+        windows = [int(part) for part in self.average.split(",") if part]
+        return {window: f"val_loss_averaged_{window}" for window in windows}
 
     @property
     def decay_steps(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from angular_lab import build, checkpoint
+from angular_lab.average import Averages
 from angular_lab.evaluate import evaluate
 from angular_lab.health import NotFinite, OnHost, culprit, weights_are_finite
 from angular_lab.models.tensor_parallel import clip_gradients
@@ -56,6 +57,7 @@ class Trainer:
         self.monitor = AngleMonitor(self.model, self.optimizer, max(1, spec.angle_every))
         if not spec.angle_every:
             self.monitor.close()
+        self.averages = Averages(self.model, spec.averages)
         self.progress = Progress(spec, run, ranks, self.model.flops_per_token())
         self.skipped = 0
         self.host_norm = OnHost(torch.zeros(()))
@@ -63,9 +65,11 @@ class Trainer:
     def restore(self, source: Path) -> None:
         known = self.models.points.get(source.resolve()) if self.models else None
         if known is None:
-            counters = checkpoint.load(source, self.model, self.optimizer, self.ranks)
+            counters = checkpoint.load(
+                source, self.model, self.optimizer, self.ranks, self.averages
+            )
         else:
-            counters = checkpoint.from_memory(known, self.model, self.optimizer)
+            counters = checkpoint.from_memory(known, self.model, self.optimizer, self.averages)
         self.step, self.skipped = counters["step"], counters["skipped"]
         self.monitor.read()  # loading takes a step for show, which it measured
 
@@ -109,6 +113,7 @@ class Trainer:
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * factor
         self.optimizer.step()
+        self.averages.update()
         self.passes.clear()
         build.balance_experts(self.model, self.ranks)
 
@@ -134,15 +139,18 @@ class Trainer:
         # JSON has no NaN: what is not finite is null
         return {key: value if isfinite(value) else None for key, value in line.items()}
 
-    def evaluate(self) -> dict[str, float]:
+    def validate(self) -> dict[str, float]:
         count = max(1, self.spec.eval_tokens // self.spec.model.sequence)
         batch = self.spec.micro_batch or max(1, self.spec.batch // self.ranks.data_world)
-        metrics = evaluate(self.parallel, self.validation, count, batch, self.ranks, self.autocast)
+        return evaluate(self.parallel, self.validation, count, batch, self.ranks, self.autocast)
+
+    def evaluate(self) -> dict[str, float]:
+        metrics = self.validate()
         if not isfinite(metrics["val_loss"]):
             raise NotFinite(
                 f"the validation loss after step {self.step} is not finite; {self.last}"
             )
-        return metrics
+        return metrics | self.averages.evaluate(self.validate)
 
     def is_finite(self, tokens: torch.Tensor, targets: torch.Tensor) -> bool:
         """Clip the gradients, and say whether loss and gradients may reach the weights."""
@@ -187,11 +195,12 @@ class Trainer:
         if self.ranks.first:
             self.run.sync_metrics()
         counters = {"step": self.step, "skipped": self.skipped}
-        checkpoint.save(self.run.checkpoints, counters, self.model, self.optimizer, self.ranks)
+        parts = self.model, self.optimizer
+        checkpoint.save(self.run.checkpoints, counters, *parts, self.ranks, self.averages)
         if self.models and self.ranks.world == 1 and self.step in self.spec.pinned:
             point = checkpoint.step_folder(self.run.checkpoints, self.step).resolve()
             last = {p: v for p, v in self.models.points.items() if p.parent == point.parent}
-            state = checkpoint.to_memory(counters, self.model, self.optimizer)
+            state = checkpoint.to_memory(counters, *parts, self.averages)
             self.models.points = {**last, point: state}  # of one trunk at a time
         if self.ranks.first:
             checkpoint.prune(self.run.checkpoints, self.spec.keep, self.spec.pinned)

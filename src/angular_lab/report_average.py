@@ -1,0 +1,76 @@
+"""Averages of the weights against the weights, in the same runs."""
+
+from collections.abc import Iterator
+from statistics import fmean
+from typing import Any
+
+from angular_lab.report_results import key_of
+from angular_lab.report_runs import Run
+from angular_lab.report_sweeps import Member, SweepData, short
+from angular_lab.report_tables import Mark, Row, Table, loss, seeds_form, tokens_form
+from angular_lab.statistics import verdict
+
+COOLED, UNCOOLED = "cooled down", "full rate"
+NOTE = (
+    "Each run is its own partner: the validation loss of an average of its last weights, minus "
+    f"that of the weights. A window is the average's length in steps. “{UNCOOLED}” is the last "
+    "evaluation before the cool-down, which goes on to more tokens: these rows do not say whether "
+    "an average replaces it. All seeds count, because nothing was chosen between the two."
+)
+Key = tuple[str, str, float, str, int, int]  # line, axis, value, read-out, tokens, window
+
+
+def average_table(sweep: SweepData) -> Table | None:
+    """None where no run has an average."""
+    weights: dict[Key, dict[int, float]] = {}
+    averages: dict[Key, dict[int, float]] = {}
+    for member in sweep.members:
+        for run, name, line in _readings(member):
+            for window, metric in run.spec.averages.items():
+                if metric in line:
+                    place = name, int(line["tokens"]), window
+                    key = member.label, member.axis, member.value, *place
+                    weights.setdefault(key, {})[member.seed] = line["val_loss"]
+                    averages.setdefault(key, {})[member.seed] = line[metric]
+    rows = [_row(key, weights[key], averages[key]) for key in weights]
+    title = "An average of the last weights against the weights"
+    return Table(key_of(sweep, "average"), title, rows, NOTE) if rows else None
+
+
+def _readings(member: Member) -> Iterator[tuple[Run, str, dict[str, Any]]]:
+    """Lines of finished runs at which an average may be read out: before and after cool-downs."""
+    for run in member.runs:
+        if member.diverged or run.final is None:
+            continue
+        evaluated = [line for line in run.metrics if "val_loss" in line]
+        full_rate = [line for line in evaluated if line["step"] <= _last_full_rate(run)]
+        if full_rate:
+            yield run, UNCOOLED, full_rate[-1]
+        if run.spec.schedule.kind != "constant":
+            yield run, COOLED, evaluated[-1]
+
+
+def _last_full_rate(run: Run) -> int:
+    """The step after which the rate falls; 0 where it falls all the time."""
+    spec = run.spec
+    before = {"constant": spec.steps, "wsd": spec.steps - spec.decay_steps}
+    return before.get(spec.schedule.kind, 0)
+
+
+def _row(key: Key, weights: dict[int, float], averages: dict[int, float]) -> Row:
+    label, axis, value, name, tokens, window = key
+    result = verdict(averages, weights)
+    mean = fmean(result.paired.differences)
+    return {
+        "line": label,
+        short(axis): value,
+        "read out": name,
+        "tokens": Mark(tokens, "", tokens_form(tokens)),
+        "window": window,
+        "weights": loss(fmean(weights.values())),
+        "average": loss(fmean(averages.values())),
+        "mean difference": Mark(mean, "", f"{mean:+.4f}"),
+        "seeds": seeds_form(result.paired.seeds),
+        "the average is below": Mark(result.outcome, result.outcome),
+        "reason": result.reason,
+    }

@@ -1,0 +1,123 @@
+"""The table of averages: numbers that were made by hand, and which runs they come from."""
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from angular_lab import rundir
+from angular_lab.report import make_report
+from angular_lab.rundir import RunDir
+from angular_lab.spec import ModelSpec, OptimSpec, ScheduleSpec, Spec
+
+BASE = Spec(
+    batch=4,
+    steps=200,
+    average="2,20",
+    model=ModelSpec(vocabulary=257, sequence=250, layers=1, width=8, heads=1),
+    optim=OptimSpec(name="angular_muown"),
+    schedule=ScheduleSpec(warmup=10, decay=0.1),
+)
+Lines = dict[int, tuple[float, ...]]  # by step: the loss of the weights, and of each average
+
+
+@pytest.fixture(autouse=True)
+def no_git(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rundir, "git_state", dict)
+
+
+def write(folder: Path, spec: Spec, losses: Lines, done: bool = True) -> None:
+    run = RunDir(folder)
+    folder.mkdir(parents=True)
+    run.write_spec(spec, {"device": "cpu"}, "tokens")
+    for step, (weights, *averages) in losses.items():
+        named = dict(zip(spec.averages.values(), averages, strict=True))
+        tokens = step * spec.tokens_per_step
+        line = {"step": step, "tokens": tokens, "loss": 3.0, "val_loss": weights, **named}
+        run.append(run.metrics_path, line)
+    if done:
+        run.finish()
+
+
+def sweep(root: Path, entries: list[dict[str, Any]], horizons: list[int]) -> None:
+    common = {"label": "angular_muown", "axis": "optim.lr", "status": "done"}
+    content = {
+        "experiment": "average", "scale": "s", "title": "A made one", "lines": ["angular_muown"],
+        "horizons": horizons, "seeds": [0, 1], "chosen": {},
+        "entries": [{**common, **entry} for entry in entries],
+    }  # fmt: skip
+    (root / "sweep.json").write_text(json.dumps(content))
+
+
+def table(root: Path, out: Path) -> list[dict[str, str]]:
+    make_report([root], out)
+    found = list(out.rglob("*-average.csv"))
+    return list(csv.DictReader(found[0].read_text().splitlines())) if found else []
+
+
+def trunk_and_branches(root: Path, seed: int, gain: float) -> dict[str, Any]:
+    """Read out at 180, where the trunk ends, and at 100 and 200, where its cool-downs do."""
+    constant = replace(BASE.schedule, kind="constant")
+    trunk = replace(BASE, seed=seed, steps=180, schedule=constant)
+    write(root / f"a{seed}", trunk, {90: (9.0, 9.0, 9.0), 180: (3.5, 3.5 - gain, 3.2)})
+    for end, value in ((100, 3.4), (200, 3.1)):
+        branch = replace(BASE, seed=seed, steps=end, parent="a", parent_step=end * 9 // 10)
+        write(root / f"a{seed}-to{end}", branch, {end: (value, value + gain / 100, value)})
+    folders = {str(end): f"a{seed}-to{end}" for end in (100, 200)}
+    return {"value": 0.02, "seed": seed, "folders": folders}
+
+
+def test_each_run_is_its_own_partner(tmp_path: Path) -> None:
+    root = tmp_path / "sweep"
+    entries = [trunk_and_branches(root, seed, gain) for seed, gain in ((0, 0.1), (1, 0.2))]
+    sweep(root, entries, [100, 200])
+    rows = table(root, tmp_path / "report")
+    places = [(row["read out"], int(row["tokens"]) // 1000, int(row["window"])) for row in rows]
+    assert sorted(places) == sorted(
+        (name, step, window)
+        for name, step in (("full rate", 180), ("cooled down", 100), ("cooled down", 200))
+        for window in (2, 20)
+    )
+    found = dict(zip(places, rows, strict=True))
+    uncooled = found["full rate", 180, 2]
+    assert (uncooled["line"], uncooled["lr"]) == ("angular_muown", "0.02")
+    numbers = [float(uncooled[key]) for key in ("weights", "average", "mean difference")]
+    assert numbers == pytest.approx([3.5, 3.35, -0.15])
+    assert uncooled["the average is below"] == "holds"
+    assert uncooled["seeds"] == "2 seeds (0, 1)"
+    assert found["full rate", 180, 20]["the average is below"] == "holds"
+    cooled = found["cooled down", 200, 2]
+    assert float(cooled["mean difference"]) == pytest.approx(0.0015)
+    assert cooled["the average is below"] == "inconclusive"
+
+
+@pytest.mark.parametrize(
+    ("kind", "places"),
+    [
+        ("wsd", {("full rate", "150000"), ("cooled down", "200000")}),
+        ("cosine", {("cooled down", "200000")}),
+    ],
+)
+def test_a_run_without_a_trunk(tmp_path: Path, kind: str, places: set[Any]) -> None:
+    """Of its evaluations the last before the cool-down, which starts at 180, and the last."""
+    root = tmp_path / "sweep"
+    spec = replace(BASE, schedule=replace(BASE.schedule, kind=kind))
+    values = {50: 5.0, 150: 4.0, 190: 3.5, 200: 3.0}
+    write(root / "a", spec, {step: (value, value, value) for step, value in values.items()})
+    write(root / "b", replace(spec, seed=1), {50: (5.0, 5.0, 5.0)}, done=False)
+    ends = [(0, "a"), (1, "b")]
+    sweep(root, [{"value": 1e-2, "seed": s, "folders": {"200": f}} for s, f in ends], [200])
+    rows = table(root, tmp_path / "report")
+    assert {(row["read out"], row["tokens"]) for row in rows} == places
+    assert {row["seeds"] for row in rows} == {"one seed (0)"}
+    assert len(rows) == 2 * len(places)
+
+
+def test_no_table_without_averages(tmp_path: Path) -> None:
+    root = tmp_path / "sweep"
+    write(root / "a", replace(BASE, average=""), {200: (3.0,)})
+    sweep(root, [{"value": 1e-2, "seed": 0, "folders": {"200": "a"}}], [200])
+    assert table(root, tmp_path / "report") == []
