@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo  # imports dynamo at the first call, not with us
 
 from angular_muown import adamw, capture, checks
-from angular_muown.groups import ENGINE_DEFAULTS, rates, seed
+from angular_muown.groups import ENGINE_DEFAULTS, rates
 from angular_muown.kernels.dispatch import runs_on
 from angular_muown.layout import Layout
 from angular_muown.loading import load_keeping_dtypes
@@ -184,7 +184,7 @@ class Engine(torch.optim.Optimizer):
         leaves = [Leaf(p, self.state[p], layout) for p in rest]
         for leaf in leaves:
             leaf.state["step"] += 1
-        for stack in stacks(leaves, recipe.rows, group["maximize"], seed(group)):
+        for stack in stacks(leaves, recipe.rows, group):
             update_alone(stack, recipe, group, self.observers)
         for leaf in leaves:
             leaf.close()

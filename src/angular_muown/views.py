@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from angular_muown.groups import Group, seed
 from angular_muown.layout import Layout
 from angular_muown.placement import local, local_gradient
 from angular_muown.rounding import DROPPED_BITS, round_stochastically
@@ -17,6 +18,12 @@ from angular_muown.stages.sums import WHOLE, Whole
 
 if TYPE_CHECKING:
     from angular_muown.spread import Spread
+
+
+# A step makes up to so many float32 copies of a stack, all told (10 to 11 for the rivals' on a GPU,
+# benchmarks/step_time.py). Below the least room a GPU is not filled, and memory is no worry.
+COPIES = 12
+LEAST_ROOM = 2**24  # elements
 
 
 class Piece(NamedTuple):
@@ -177,15 +184,32 @@ class Leaf:
                 target.copy_(value)
 
 
-def stacks(
-    leaves: Sequence[Leaf], row_names: tuple[str, ...], maximize: bool, noise: int | Tensor | None
-) -> list[Stack]:
-    """Pieces of one shape, dtype, device and age go together."""
-    groups: dict[Any, list[Piece]] = defaultdict(list)
+def stacks(leaves: Sequence[Leaf], row_names: tuple[str, ...], group: Group) -> Iterator[Stack]:
+    """Pieces of one shape, dtype, device and age go together, as far as there is room."""
+    kinds: dict[Any, list[Piece]] = defaultdict(list)
     for leaf in leaves:
         for piece in leaf.pieces(row_names):
-            groups[kind_of(piece)].append(piece)
-    return [Stack(pieces, maximize, noise) for pieces in groups.values()]
+            kinds[kind_of(piece)].append(piece)
+    elements = sum(leaf.working.numel() for leaf in leaves)
+    room = max(LEAST_ROOM, int(group["workspace"] * elements / COPIES))
+    for pieces in kinds.values():
+        for some in _within(room, pieces):
+            yield Stack(some, group["maximize"], seed(group))
+
+
+def _within(room: int, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """In turn, as many as have so few elements, at least one matrix."""
+    some: list[Piece] = []
+    taken = 0
+    for piece in pieces:
+        for one in piece.singles if piece.W.numel() > room else [piece]:
+            if some and taken + one.W.numel() > room:
+                yield some
+                some, taken = [], 0
+            some.append(one)
+            taken += one.W.numel()
+    if some:
+        yield some
 
 
 def kind_of(piece: Piece) -> Any:

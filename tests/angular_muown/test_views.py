@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from angular_muown import engine, views
 from angular_muown.layout import Layout, block_sizes
 from tests.angular_muown.family import FAMILY, noise, parameter, pull, run
 
@@ -90,6 +91,44 @@ def test_a_stack_is_its_matrices_one_by_one(optimizer) -> None:
         whole.step()
         split.step()
     assert torch.equal(stack, torch.stack(alone))
+
+
+@pytest.mark.parametrize("optimizer", FAMILY)
+@pytest.mark.parametrize("room", [1, 3 * 6 * 10])
+def test_a_step_takes_no_more_than_its_room_and_is_the_same_to_the_bit(
+    optimizer, room, monkeypatch
+) -> None:
+    ends, sizes = [], []
+    step = engine.update_alone
+
+    def spy(stack, *args) -> None:
+        sizes.append(sum(piece.W.numel() for piece in stack.pieces))
+        step(stack, *args)
+
+    for least in (room, 2**24):
+        monkeypatch.setattr(views, "LEAST_ROOM", least)
+        monkeypatch.setattr(engine, "update_alone", spy if least == room else step)
+        params = [parameter(6, 10, seed=i) for i in range(4)] + [parameter(5, 6, 10)]
+        groups = [{"params": params[:4]}, {"params": params[4:], "view": "stack"}]
+        opt = optimizer(groups, lr=0.02, workspace=1e-9)
+        for t in range(4):
+            for i, p in enumerate(params):
+                p.grad = noise(*p.shape, seed=10 * t + i)
+            opt.step()
+        ends.append(params)
+    assert all(torch.equal(p, q) for p, q in zip(*ends, strict=True))
+    wanted = {1: [60] * 9, 180: [180, 60, 180, 120]}[room]
+    assert sizes == 4 * wanted
+
+
+def test_the_room_grows_with_the_model(monkeypatch) -> None:
+    monkeypatch.setattr(views, "LEAST_ROOM", 1)
+    leaves = [views.Leaf(p, {"momentum_buffer": p}, Layout()) for p in (parameter(6, 8),) * 24]
+    for leaf in leaves:
+        leaf.parameter.grad = leaf.parameter.detach()
+        leaf.state["step"] = torch.tensor(1.0)
+    group = {"workspace": 1.0, "maximize": False, "write_back": "master"}
+    assert [len(stack.pieces) for stack in views.stacks(leaves, (), group)] == [2] * 12
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)
