@@ -14,6 +14,7 @@ from angular_lab.experiment_plan import (
     middle,
     trained_by,
 )
+from angular_lab.spec import Spec
 
 
 def _ablation(
@@ -47,7 +48,7 @@ def split_qkv(scale: str) -> Experiment:
         Line(
             f"{name}, {'split' if split else 'fused'}",
             trained_by(base(scale), name, split_blocks=split),
-            RATES[scale][name],
+            (middle(scale, name),),
         )
         for name in FAMILY[1:]
         for split in (True, False)
@@ -56,30 +57,44 @@ def split_qkv(scale: str) -> Experiment:
     return Experiment("split-qkv", scale, title, lines, HORIZONS[scale][:1], SEEDS[scale])
 
 
-def leads(scale: str) -> Experiment:
-    """Each alone against the method as published, then together; at the longest horizon, because
-    only there has kappa fallen far."""
+PUBLISHED = "as published"
+
+
+def _variants(scale: str, names: tuple[str, ...]) -> dict[str, Spec]:
+    """AngularMuown as published, and changed as the names say."""
     aux = 0.3 * middle(scale, "angular_muown")
-    variants: tuple[tuple[str, dict[str, Any]], ...] = (
-        ("as published", {}),
-        ("log radius", {"radius": "log_adam"}),
-        ("aux rate x 0.3", {"aux_lr": aux}),
-        ("log radius, aux rate x 0.3", {"radius": "log_adam", "aux_lr": aux}),
-        ("tangent momentum", {"tangent_momentum": True}),
-        ("constrained polar factor", {"orthogonalize": "tangent"}),
-        ("exact angle", {"exact_angle": True}),
-        ("row second moment", {"row_beta": 0.95}),
-    )
-    lines = tuple(
-        Line(
-            label,
-            trained_by(base(scale), "angular_muown", **changes),
-            RATES[scale]["angular_muown"],
-        )
-        for label, changes in variants
-    )
-    title = "Leads beyond the paper"
-    return Experiment("leads", scale, title, lines, HORIZONS[scale][-1:], SEEDS[scale])
+    changes: dict[str, dict[str, Any]] = {
+        PUBLISHED: {},
+        "log radius": {"radius": "log_adam"},
+        "aux rate x 0.3": {"aux_lr": aux},
+        "log radius, aux rate x 0.3": {"radius": "log_adam", "aux_lr": aux},
+        "tangent momentum": {"tangent_momentum": True},
+        "constrained polar factor": {"orthogonalize": "tangent"},
+        "exact angle": {"exact_angle": True},
+        "row second moment": {"row_beta": 0.95},
+    }
+    return {
+        name: trained_by(base(scale), "angular_muown", **changes[name])
+        for name in names or tuple(changes)
+    }
+
+
+def leads(scale: str) -> Experiment:
+    """Each alone against the method as published, at its rate, on one seed: what to look into. At
+    the longest horizon, because only there has kappa fallen far."""
+    rate = middle(scale, "angular_muown")
+    lines = tuple(Line(name, spec, (rate,)) for name, spec in _variants(scale, ()).items())
+    title = "Leads beyond the paper, one seed each"
+    return Experiment("leads", scale, title, lines, HORIZONS[scale][-1:], SEEDS[scale][:1])
+
+
+def variant(scale: str) -> Experiment:
+    """What the leads come to, against the method as published, each at its own best rate."""
+    variants = _variants(scale, (PUBLISHED, "log radius, aux rate x 0.3"))
+    rates = RATES[scale]["angular_muown"]
+    lines = tuple(Line(name, spec, rates) for name, spec in variants.items())
+    title = "The best of the leads"
+    return Experiment("variant", scale, title, lines, HORIZONS[scale][-1:], SEEDS[scale])
 
 
 def average(scale: str) -> Experiment:
@@ -96,15 +111,14 @@ def average(scale: str) -> Experiment:
 
 def rivals(scale: str) -> Experiment:
     """Each at its own settings: magnitude-direction decoupling is published with a rate that falls
-    linearly to the end."""
+    linearly to the end. Ours at the rate that the comparison of horizons settles."""
     spec = base(scale)
     falling = replace(spec, schedule=replace(spec.schedule, decay=0.95))
-    relative = (5e-3, 1e-2, 2e-2, 4e-2)  # steps of these two are relative to the weight
-    decoupled = "magnitude_direction"
+    relative = (1e-2, 2e-2, 4e-2)  # steps of these two are relative to the weight
+    ours, decoupled = "angular_muown", "magnitude_direction"
     lines = (
-        Line("angular_muown", trained_by(spec, "angular_muown"), RATES[scale]["angular_muown"]),
+        Line(ours, trained_by(spec, ours), (middle(scale, ours),)),
         Line("hyperball", trained_by(spec, "hyperball"), relative),
-        Line(decoupled, trained_by(spec, decoupled, radius_lr=4e-3), relative),
         Line(
             f"{decoupled}, falling rate",
             trained_by(falling, decoupled, radius_lr=4e-3),

@@ -32,7 +32,7 @@ _SMALL: dict[str, tuple[float, ...]] = {
 }
 RATES: dict[str, dict[str, tuple[float, ...]]] = {
     "paper": {name: row.rates for name, row in paper.TEASER.items()} | {"muon": paper.SMALL_RATES},
-    "s": _SMALL | {"adamw": (2e-3, 4e-3, 8e-3), "normuon": (4e-3, 8e-3, 1.6e-2)},
+    "s": _SMALL | {"normuon": (4e-3, 8e-3, 1.6e-2)},
     "nano": _SMALL,
 }
 

@@ -134,6 +134,7 @@ EXPERIMENTS: dict[str, Callable[[str], Experiment]] = {
     "split-qkv": ablations.split_qkv,
     "kappa": ablations.kappa,
     "leads": ablations.leads,
+    "variant": ablations.variant,
     "average": ablations.average,
     "rivals": ablations.rivals,
 }

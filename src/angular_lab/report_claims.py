@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from angular_lab import paper
+from angular_lab.ablations import PUBLISHED
 from angular_lab.report_checks import CHECKS, NEARLY
 from angular_lab.report_results import key_of
 from angular_lab.report_sweeps import SweepData
@@ -30,8 +31,12 @@ def rulings(sweep: SweepData) -> list[Ruling]:
 
 def pairs(sweep: SweepData) -> list[tuple[str, str]]:
     """What is compared: our line with each other; and what an ablation was made for."""
-    if sweep.experiment == "width" or sweep.ours is None:
+    if sweep.experiment == "width":
         return []  # models of other sizes: their losses are not meant to be equal
+    if PUBLISHED in sweep.lines:
+        return [(label, PUBLISHED) for label in sweep.lines if label != PUBLISHED]
+    if sweep.ours is None:
+        return []
     found = [(sweep.ours, label) for label in sweep.lines if label != sweep.ours]
     if sweep.experiment == "split-qkv":
         split = [label for label in sweep.lines if label.endswith(", split")]
