@@ -136,7 +136,7 @@ class WeightNorm(Summing):
 
 
 class ColumnGained(Summing):
-    """W = V Diag(b) with gains b > 0 of the columns, where `chart` reads V = Diag(g) U by its rows.
+    """W = V Diag(b) with gains b > 0 of the columns, where `inner` reads V = Diag(g) U by its rows.
 
     log b is stored; it starts at 0. V is read off W with it, so a weight that was changed from
     outside is the next starting point here too. The chain rule gives V the gradient G Diag(b), and
@@ -144,25 +144,25 @@ class ColumnGained(Summing):
     the r of the split: its row sums are the gradient for the row lengths.
     """
 
-    def __init__(self, chart: Oblique) -> None:
-        self.chart = chart
+    def __init__(self, inner: Oblique) -> None:
+        self.inner = inner
 
     @property
     def rows(self) -> tuple[str, ...]:
-        return ("column_log_gain", *self.chart.rows)
+        return ("column_log_gain", *self.inner.rows)
 
     def over(self, sums: Whole) -> Self:
         stage = super().over(sums)
-        stage.chart = self.chart.over(sums)
+        stage.inner = self.inner.over(sums)
         return stage
 
     def split(self, W: Tensor, G: Tensor, rows: Rows) -> Split:
         b = rows["column_log_gain"].exp()
-        at = self.chart.split(W / b, G * b, rows)
+        at = self.inner.split(W / b, G * b, rows)
         return at._replace(r=G * b * at.U)
 
     def join(self, at: Split, step: Tensor, g: Tensor, rows: Rows) -> Tensor:
-        return self.chart.join(at, step, g, rows) * rows["column_log_gain"].exp()
+        return self.inner.join(at, step, g, rows) * rows["column_log_gain"].exp()
 
 
 def row_signs(g: Tensor) -> Tensor:

@@ -102,8 +102,8 @@ class Fixed(Summing):
 
 
 class ColumnGains(ByAdam):
-    """log b <- log b - lr adam(f) for the gains of ColumnGained, f_j = sum_i g_i r_ij, and a rule
-    of the above for the lengths g.
+    """log b <- log b - lr adam(f) for the gains of ColumnGained, f_j = sum_i g_i r_ij, and `inner`
+    for the lengths g.
 
     A common factor of b is one of g as well: g a, b / a is the same W for every a > 0, with the
     same U, T and f. Only the additive rule is not indifferent to it: its steps of g have a size. So
@@ -115,22 +115,22 @@ class ColumnGains(ByAdam):
     """
 
     def __init__(
-        self, lengths: Adam | LogAdam | Fixed, betas: tuple[float, float], eps: float
+        self, inner: Adam | LogAdam | Fixed, betas: tuple[float, float], eps: float
     ) -> None:
         super().__init__(betas, eps)
-        self.lengths = lengths
+        self.inner = inner
 
     @property
     def rows(self) -> tuple[str, ...]:
-        return (*self.lengths.rows, *COLUMN_MOMENTS)
+        return (*self.inner.rows, *COLUMN_MOMENTS)
 
     @property
     def signed(self) -> bool:
-        return self.lengths.signed
+        return self.inner.signed
 
     def over(self, sums: Whole) -> Self:
         stage = super().over(sums)
-        stage.lengths = self.lengths.over(sums)
+        stage.inner = self.inner.over(sums)
         return stage
 
     def __call__(
@@ -142,7 +142,7 @@ class ColumnGains(ByAdam):
         a = (self.sums.rows((2 * log_b).exp()) / self.sums.shape(r)[1]).sqrt()
         least = log(torch.finfo(log_b.dtype).eps)
         rows["column_log_gain"] = (log_b - a.log()).clamp(min=least)
-        return a * self.lengths(g, self.sums.rows(r), rows, lr, t)
+        return a * self.inner(g, self.sums.rows(r), rows, lr, t)
 
 
 RADII: dict[str, Callable[[tuple[float, float], float], Adam | LogAdam | Fixed]] = {
