@@ -69,6 +69,7 @@ def leads(scale: str) -> Experiment:
         ("constrained polar factor", {"orthogonalize": "tangent"}),
         ("exact angle", {"exact_angle": True}),
         ("row second moment", {"row_beta": 0.95}),
+        ("column gains", {"column_gains": True}),
     )
     lines = tuple(
         Line(

@@ -8,7 +8,7 @@ Arguments that all members share:
     params: parameters, (name, parameter) pairs, or groups such as `plan(model)` makes.
     lr: learning rate eta, a float or a one-element tensor; schedulers act on it.
     momentum, nesterov: beta, and whether the look-ahead is used.
-    betas, eps: Adam's, for the row lengths and for groups with algorithm="adamw".
+    betas, eps: Adam's, for row lengths and gains and for groups with algorithm="adamw".
     scale: "fan_ratio" sqrt(max(1, m/n)), "adam_rms" 0.2 sqrt(max(m, n)), "rms",
         "aspect" sqrt(max(m/n, n/m)) or "none".
     orthogonalize: "polar_express", "newton_schulz", "gram" or "svd".

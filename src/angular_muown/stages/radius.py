@@ -103,7 +103,7 @@ class Fixed(Summing):
 
 class ColumnGains(ByAdam):
     """log b <- log b - lr adam(f) for the gains of ColumnGained, f_j = sum_i g_i r_ij, and `inner`
-    for the lengths g.
+    for the lengths g. Weight decay comes first: g is that of the decayed weight.
 
     A common factor of b is one of g as well: g a, b / a is the same W for every a > 0, with the
     same U, T and f. Only the additive rule is not indifferent to it: its steps of g have a size. So
