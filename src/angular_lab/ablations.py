@@ -61,7 +61,9 @@ PUBLISHED = "as published"
 
 
 def _variants(scale: str, names: tuple[str, ...]) -> dict[str, Spec]:
-    """AngularMuown as published, and changed as the names say."""
+    """AngularMuown as published, and changed as the names say; each with the averages of its last
+    weights, which cost nothing and change nothing."""
+    spec = replace(base(scale), average=_windows(scale))
     aux = 0.3 * middle(scale, "angular_muown")
     changes: dict[str, dict[str, Any]] = {
         PUBLISHED: {},
@@ -72,10 +74,10 @@ def _variants(scale: str, names: tuple[str, ...]) -> dict[str, Spec]:
         "constrained polar factor": {"orthogonalize": "tangent"},
         "exact angle": {"exact_angle": True},
         "row second moment": {"row_beta": 0.95},
+        "column gains": {"column_gains": True},
     }
     return {
-        name: trained_by(base(scale), "angular_muown", **changes[name])
-        for name in names or tuple(changes)
+        name: trained_by(spec, "angular_muown", **changes[name]) for name in names or tuple(changes)
     }
 
 
@@ -97,13 +99,18 @@ def variant(scale: str) -> Experiment:
     return Experiment("variant", scale, title, lines, HORIZONS[scale][-1:], SEEDS[scale])
 
 
+def _windows(scale: str) -> str:
+    """Steps: 1%, 3% and 10% of the longest horizon."""
+    last = HORIZONS[scale][-1]
+    return ",".join(str(max(2, round(share * last))) for share in (0.01, 0.03, 0.1))
+
+
 def average(scale: str) -> Experiment:
     """An average of the last weights beside the weights. One line is enough: a run evaluates all
     its averages, and none changes it. The rates are a grid, because an average may do best at a
     higher one; two horizons, because then there is a trunk, read out where its cool-down starts."""
     horizons = HORIZONS[scale][0], HORIZONS[scale][-1]
-    windows = (max(2, round(share * horizons[-1])) for share in (0.01, 0.03, 0.1))
-    spec = replace(base(scale), average=",".join(map(str, windows)))
+    spec = replace(base(scale), average=_windows(scale))
     line = Line("angular_muown", trained_by(spec, "angular_muown"), RATES[scale]["angular_muown"])
     title = "Read-out from an average of the last weights"
     return Experiment("average", scale, title, (line,), horizons, SEEDS[scale])

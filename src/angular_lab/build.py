@@ -29,7 +29,10 @@ OPTIMIZERS = {
     "magnitude_direction": library.MagnitudeDirection,
 }
 OPTIMIZER_NAMES = ("adamw", *OPTIMIZERS)
-SPECIAL = ("radius", "radius_lr", "row_beta", "tangent_momentum", "tangent_steps", "exact_angle")
+SPECIAL = (
+    *("radius", "radius_lr", "row_beta", "tangent_momentum", "tangent_steps", "exact_angle"),
+    "column_gains",
+)
 
 
 def make_model(spec: Spec, ranks: Ranks) -> LanguageModel:
@@ -172,6 +175,7 @@ def _arguments(kind: type, spec: Spec) -> dict[str, Any]:
         "tangent_momentum": o.tangent_momentum,
         "tangent_steps": o.tangent_steps,
         "exact_angle": o.exact_angle,
+        "column_gains": o.column_gains,
         **({"row_beta": o.row_beta} if o.row_beta else {}),
         **({"scale": o.scale} if o.scale else {}),
     }

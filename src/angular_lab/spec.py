@@ -53,6 +53,7 @@ class OptimSpec:
     tangent_steps: int = 1  # dual steps of orthogonalize=tangent
     exact_angle: bool = False
     row_beta: float = 0.0  # NorMuon's; 0: the optimizer's own, which is none for AngularMuown
+    column_gains: bool = False
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ DIVERGED = "DIVERGED"
 # themselves (the name holds the horizons), and what no loss depends on. A new setting counts.
 FREE = {
     "recipe", "steps", "micro_batch", "eval_every", "save_every", "keep", "pins", "log_every",
-    "angle_every", "compile", "deterministic", "parallel", "loggers", "parent", "parent_step",
+    "angle_every", "average", "compile", "deterministic", "parallel", "loggers", "parent", "parent_step",
     "schedule.kind", "schedule.decay_steps",
 }  # fmt: skip
 COMPARED = {key: attrgetter(key) for key in keys(Spec()) if key not in FREE}

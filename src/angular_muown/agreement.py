@@ -137,11 +137,16 @@ def described(work: Work) -> str:
     p, recipe = work.parameter, work.recipe
     where = f"{p.placements} on {tuple(p.device_mesh.shape)}" if is_sharded(p) else "plain"
     stages = (recipe.chart, recipe.normalize, recipe.radius, recipe.tangent)
-    how = [recipe.orthogonalize.__name__, *(type(stage).__name__ for stage in stages)]
+    how = [recipe.orthogonalize.__name__, *(name for stage in stages for name in _names(stage))]
     return (
         f"{work.name} {tuple(p.shape)} {p.dtype}, {where}, {' '.join(how)}, {work.layout}, "
         f"on the wire {work.wire}, workspace {work.group['workspace']}"
     )
+
+
+def _names(stage: Any) -> list[str]:
+    """Of a stage and of the one inside it, where there is one."""
+    return [] if stage is None else [type(stage).__name__, *_names(getattr(stage, "inner", None))]
 
 
 def bits(t: Tensor) -> int:

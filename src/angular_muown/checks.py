@@ -74,6 +74,7 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "tangent_momentum": _BOOL,
     "tangent_steps": _COUNT,
     "exact_angle": _BOOL,
+    "column_gains": _BOOL,
     "radius_lr": (lambda x: x is None or _is_rate(x), "None (follow lr) or a finite number >= 0"),
     "weight_decay": _RATE,
     "maximize": _BOOL,

@@ -18,7 +18,7 @@ MEANING = ("algorithm", "view", "transposed", "blocks", "column_blocks")
 # What makes it another method or another kappa: a caller would miss it, and the state fits both.
 METHOD = (
     *("warmup_steps", "decay_scale", "decay_degree"),
-    *("exact_angle", "orthogonalize", "tangent_momentum", "row_beta", "radius"),
+    *("exact_angle", "orthogonalize", "tangent_momentum", "row_beta", "column_gains", "radius"),
 )
 
 

@@ -8,7 +8,7 @@ Arguments that all members share:
     params: parameters, (name, parameter) pairs, or groups such as `plan(model)` makes.
     lr: learning rate eta, a float or a one-element tensor; schedulers act on it.
     momentum, nesterov: beta, and whether the look-ahead is used.
-    betas, eps: Adam's, for the row lengths and for groups with algorithm="adamw".
+    betas, eps: Adam's, for row lengths and gains and for groups with algorithm="adamw".
     scale: "fan_ratio" sqrt(max(1, m/n)), "adam_rms" 0.2 sqrt(max(m, n)), "rms",
         "aspect" sqrt(max(m/n, n/m)) or "none".
     orthogonalize: "polar_express", "newton_schulz", "gram" or "svd".
@@ -39,8 +39,9 @@ from angular_muown.engine import Engine
 from angular_muown.groups import Group, arguments
 from angular_muown.recipe import Recipe, polar_of, radius_of, rows_of, scale_of
 from angular_muown.schedules import angle_degrees, inverse_polynomial
-from angular_muown.stages.charts import Geodesic, Oblique, WeightNorm
+from angular_muown.stages.charts import ColumnGained, Geodesic, Oblique, WeightNorm
 from angular_muown.stages.normalize import UnitTangents
+from angular_muown.stages.radius import ColumnGains
 from angular_muown.stages.scale import none
 from angular_muown.stages.tangent import TANGENT, Constrained, Free, Projected
 
@@ -66,6 +67,8 @@ class AngularMuown(Engine):
         exact_angle: every row turns by lr kappa exactly, on the great circle that Q_i's tangent
             part points along; rows without one stay. The scale plays no part.
         row_beta: NorMuon's row second moment on Q.
+        column_gains: W = Diag(g) U Diag(b). The above is for V = Diag(g) U and its gradient
+            G Diag(b); log b <- log b - radius_lr adam(sum_i W_ij G_ij), from b = 1.
 
     Paper: Huebler, Lion, Orvieto, He: Muown Implicitly Performs Angular Step-size Decay, 2026.
     """
@@ -86,6 +89,7 @@ class AngularMuown(Engine):
         tangent_steps: int = 1,
         exact_angle: bool = False,
         row_beta: float | None = None,
+        column_gains: bool = False,
         scale: str = "fan_ratio",
         orthogonalize: str = "polar_express",
         radius: str = "adam",
@@ -115,10 +119,13 @@ class AngularMuown(Engine):
         tangent = Projected() if group["tangent_momentum"] else Free()
         if group["orthogonalize"] == TANGENT:
             tangent = Constrained(group["tangent_steps"])
-        stages = {"radius": radius_of(group), "kappa": self.kappa(group), "tangent": tangent}
-        if group["exact_angle"]:
-            return Recipe(Geodesic(), polar_of(group), none, UnitTangents(), **stages)
-        return Recipe(Oblique(), polar_of(group), scale_of(group), rows_of(group), **stages)
+        exact = group["exact_angle"]
+        stages = (none, UnitTangents()) if exact else (scale_of(group), rows_of(group))
+        chart, radius = Geodesic() if exact else Oblique(), radius_of(group)
+        if group["column_gains"]:
+            chart = ColumnGained(chart)
+            radius = ColumnGains(radius, group["betas"], group["eps"])
+        return Recipe(chart, polar_of(group), *stages, radius, self.kappa(group), tangent)
 
 
 class Muown(Engine):

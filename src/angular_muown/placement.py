@@ -5,6 +5,7 @@ tensor is the case with nothing elsewhere.
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -119,10 +120,27 @@ def vector_placement(p: "DTensor", placement: Any, layout: Layout, name: str) ->
         return placement
     if not (by_row if axis == "rows" else by_column):
         return Replicate()
+    _check_channels(p, along, layout, f"{name} has an entry for every {axis.removesuffix('s')}")
     to = len(layout.vector_shape(p, name)) - (2 if axis == "rows" else 1)
     if hasattr(placement, "split_factor"):
         return type(placement)(to, split_factor=placement.split_factor)
     return type(placement)(to)
+
+
+def _check_channels(p: "DTensor", along: int, layout: Layout, why: str) -> None:
+    """A vector is cut into equal parts wherever that falls, also inside the kernel of a channel."""
+    parts = prod(
+        size
+        for size, kind in zip(p.device_mesh.shape, p.placements, strict=True)
+        if dimension(kind) == along
+    )
+    inside = layout.view == "conv" and along == 1 and prod(p.shape[2:]) > 1
+    if inside and p.shape[1] % parts:
+        raise ValueError(
+            f"a convolution of shape {tuple(p.shape)} is spread along dimension 1, {p.shape[1]} "
+            f"channels over {parts} ranks, but {why} of its matrix: shard dimension 0, or over a "
+            f"number of ranks that divides {p.shape[1]}"
+        )
 
 
 def zeros_like(t: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from angular_muown.stages.charts import Rows, Split
 from angular_muown.stages.normalize import AsIs, RowSecondMoment
 from angular_muown.stages.orthogonalize import ORTHOGONALIZERS, polar_express
-from angular_muown.stages.radius import RADII, Fixed
+from angular_muown.stages.radius import RADII, Adam, Fixed, LogAdam
 from angular_muown.stages.scale import SCALES
 from angular_muown.stages.sums import WHOLE, Whole
 from angular_muown.stages.tangent import TANGENT, Free, Polar
@@ -101,7 +101,7 @@ def scale_of(group: dict[str, Any]) -> Callable[[int, int], float]:
     return SCALES[group["scale"]]
 
 
-def radius_of(group: dict[str, Any]) -> Radius:
+def radius_of(group: dict[str, Any]) -> Adam | LogAdam | Fixed:
     return RADII[group["radius"]](group["betas"], group["eps"])
 
 

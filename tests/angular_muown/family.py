@@ -20,7 +20,7 @@ from angular_muown import (
 from angular_muown.engine import Engine
 from angular_muown.recipe import Recipe
 from angular_muown.stages.tangent import Constrained
-from tests.reference import angular_muown, muon, muown, rivals
+from tests.reference import angular_muown, columns, muon, muown, rivals
 
 
 class TangentMomentum(AngularMuown):
@@ -47,6 +47,11 @@ class RowBeta(AngularMuown):
         return super().recipe({**group, "row_beta": 0.95})
 
 
+class ColumnGains(AngularMuown):
+    def recipe(self, group: dict[str, Any]) -> Recipe:
+        return super().recipe({**group, "column_gains": True})
+
+
 # optimizer, reference, arguments of both
 PARITY: list[tuple[type[Engine], Any, dict[str, Any]]] = [
     (AngularMuown, angular_muown.AngularMuown, {"lr": 0.02, "warmup_steps": 20}),
@@ -56,6 +61,8 @@ PARITY: list[tuple[type[Engine], Any, dict[str, Any]]] = [
     (TangentPolar, angular_muown.AngularMuown, {"lr": 0.02, "tangent_steps": 2}),
     (AngularMuown, angular_muown.AngularMuown, {"lr": 0.02, "exact_angle": True}),
     (AngularMuown, angular_muown.AngularMuown, {"lr": 0.02, "row_beta": 0.95}),
+    (ColumnGains, columns.ColumnGains, {"lr": 0.02}),
+    (ColumnGains, columns.ColumnGains, {"lr": 0.02, "exact_angle": True, "weight_decay": 0.5}),
     (Muown, muown.Muown, {"lr": 0.02}),
     (NorMuown, muown.NorMuown, {"lr": 0.02}),
     (Muon, muon.Muon, {"lr": 0.02, "weight_decay": 0.1}),
@@ -68,13 +75,13 @@ FUSED: list[type[Engine]] = [AngularMuown, Muown, NorMuown, Muon, NorMuon]  # th
 ON_SPHERES: list[type[Engine]] = [Hyperball, MagnitudeDirection]
 MEMBERS: list[type[Engine]] = [*FUSED, *ON_SPHERES]
 LEADS: list[type[Engine]] = [TangentMomentum, TangentPolar, ExactAngle, RowBeta]
-FAMILY: list[type[Engine]] = [*MEMBERS, *LEADS]
-WITH_RADII: list[type[Engine]] = [AngularMuown, Muown, NorMuown, *LEADS]
+FAMILY: list[type[Engine]] = [*MEMBERS, *LEADS, ColumnGains]
+WITH_RADII: list[type[Engine]] = [AngularMuown, Muown, NorMuown, *LEADS]  # the lengths of W's rows
 
 
 def direction_only(optimizer: type[Engine]) -> dict[str, Any]:
     """Arguments under which no size learns."""
-    if optimizer is MagnitudeDirection:
+    if optimizer in (MagnitudeDirection, ColumnGains):
         return {"radius_lr": 0.0}
     return {"radius": "fixed"} if optimizer in WITH_RADII else {}
 

@@ -40,7 +40,12 @@ def test_by_default_all_of_it_is_off() -> None:
 
 @pytest.mark.parametrize(
     "values",
-    [*TANGENT, {"exact_angle": True}, {"exact_angle": True, "tangent_momentum": True}],
+    [
+        *TANGENT,
+        {"exact_angle": True},
+        {"exact_angle": True, "tangent_momentum": True},
+        {"column_gains": True},
+    ],
 )
 def test_what_the_kernels_do_not_compute_takes_the_eager_path(values) -> None:
     assert knows(recipe())
@@ -133,7 +138,7 @@ def test_what_an_exact_angle_would_ignore_is_refused(key, value) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("tangent_momentum", 1), ("exact_angle", None), ("tangent_steps", -1),
+    [("tangent_momentum", 1), ("exact_angle", None), ("column_gains", 1), ("tangent_steps", -1),
      ("tangent_steps", True), ("tangent_steps", 1.5), ("row_beta", 1.0), ("row_beta", "a")],
 )  # fmt: skip
 def test_values_are_checked(key, value) -> None:

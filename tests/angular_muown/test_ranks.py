@@ -23,6 +23,8 @@ def integers(p: Tensor, seed: int) -> Tensor:
 
 # an odd number of narrow entries before wide ones
 MIXED = [{"shapes": [(5, 3)] * 3, "wire_dtype": x} for x in ("bfloat16", "float64", "float32")]
+# state of columns wants channels of a convolution that the ranks divide
+EVEN = {"groups": [*GROUPS[:4], {"shapes": [(12, 8, 3, 1)], "view": "conv"}, *GROUPS[5:]]}
 FEW = {"groups": GROUPS[:4], "steps": 3}
 EXACT = {"lr": 0.02, "orthogonalize": "svd"}
 INTEGER = {"lr": 2.0**-5, "momentum": 0.5, "weight_decay": 0.0, "orthogonalize": "svd"}
@@ -33,6 +35,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "skinny": (AngularMuown, {"lr": 0.02}, {"groups": SKINNY, "steps": 5}),
     "skinny by the quintic": (Muon, {}, {"groups": SKINNY, "steps": 3}),
     "svd": (AngularMuown, EXACT, FEW),
+    "column gains": (AngularMuown, {"lr": 0.02, "column_gains": True}, {**EVEN, "steps": 3}),
     "integers": (Muon, INTEGER, {"groups": GROUPS[:1], "gradient": integers}),
     "float32": (AngularMuown, {"lr": 0.02}, SINGLE),
     "bf16 on the wire": (AngularMuown, {"lr": 0.02, "wire_dtype": "bfloat16"}, SINGLE),

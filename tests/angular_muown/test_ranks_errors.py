@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from angular_muown import AngleMonitor, AngularMuown
-from tests.angular_muown.family import noise, parameter
-from tests.angular_muown.sharded import PLACEMENTS, made, place, whole
+from angular_muown import AngleMonitor, AngularMuown, MagnitudeDirection
+from angular_muown.engine import Engine
+from tests.angular_muown.family import ColumnGains, noise, parameter
+from tests.angular_muown.sharded import PLACEMENTS, made, place, stepped, whole
 from tests.ranks import DIED, RankError, on_ranks, results
 
 
@@ -57,6 +58,9 @@ def disagree(how: str) -> None:
     elif how == "method":
         optimizer, _ = optimizer_of("rows")
         optimizer.param_groups[0]["orthogonalize"] = ("svd", "gram")[rank]
+    elif how == "inside":  # of a stage
+        optimizer, _ = optimizer_of("rows")
+        optimizer.param_groups[0].update(column_gains=True, radius=("adam", "fixed")[rank])
     elif how == "workspace":
         optimizer, _ = optimizer_of("rows")
         optimizer.param_groups[0]["workspace"] = (0.25, 1e-6)[rank]
@@ -80,6 +84,7 @@ def disagree(how: str) -> None:
     [
         ("count", "number 2 is not observed on rank 0 and w2 (6, 5) torch.float64, plain"),
         ("method", "number 0 is w0 (6, 5) torch.float64, (Shard(dim=0),) on (2,), svd Oblique"),
+        ("inside", "polar_express ColumnGained Oblique AsIs ColumnGains Adam Free"),
         ("workspace", "workspace 0.25 on rank 0 and w0"),
         ("monitor", "number 3 is observed by a monitor on rank 0 and not observed on rank 1"),
         ("later", "workspace 0.5 on rank 0 and w0"),
@@ -93,6 +98,28 @@ def test_ranks_that_disagree_are_told_what_about(how: str, said: str) -> None:
         assert said in str(outcome)
         assert "process_group=False" in str(outcome)
     assert time.monotonic() - began < 30
+
+
+def stepped_conv(member: type[Engine], values: dict[str, Any]) -> None:
+    group = {"shapes": [(12, 6, 3, 1)], "view": "conv", **values}
+    stepped(member, {"lr": 0.02}, PLACEMENTS["columns"], [group], steps=1)
+
+
+@pytest.mark.parametrize(
+    ("member", "values", "said"),
+    [
+        (MagnitudeDirection, {}, "column_gain has an entry for every column"),
+        (ColumnGains, {}, "column_log_gain has an entry for every column"),
+        (AngularMuown, {"transposed": True}, "exp_avg has an entry for every row"),
+    ],
+)
+def test_channels_that_ranks_do_not_divide(member: Any, values: Any, said: str) -> None:
+    """A state vector with an entry for each place of a kernel would be cut elsewhere."""
+    for outcome in on_ranks(4, stepped_conv, member, values):
+        assert isinstance(outcome, RankError)
+        assert "a convolution of shape (12, 6, 3, 1) is spread along dimension 1" in str(outcome)
+        assert f"6 channels over 4 ranks, but {said}" in str(outcome)
+        assert "shard dimension 0" in str(outcome)
 
 
 def after_a_refusal() -> list[bool]:

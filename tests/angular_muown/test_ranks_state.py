@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from angular_muown import AngleMonitor, AngularMuown, NorMuown, plan
+from tests.angular_muown.family import ColumnGains
 from tests.angular_muown.sharded import whole
 from tests.ranks import results
 
@@ -144,8 +145,8 @@ def test_state_is_spread_as_the_parameter_is() -> None:
     assert any("row_second_moment" in key for key in ranks[0])
 
 
-def saved(way: str, folder: str) -> dict[str, Tensor]:
-    net, model, optimizer = built(way)
+def saved(way: str, folder: str, member: Any) -> dict[str, Tensor]:
+    net, model, optimizer = built(way, member)
     train(model, optimizer, range(2))
     states = dict(zip(("model", "optimizer"), get_state_dict(net, optimizer), strict=True))
     dcp.save(states, checkpoint_id=folder)
@@ -153,8 +154,8 @@ def saved(way: str, folder: str) -> dict[str, Tensor]:
     return weights(net)
 
 
-def loaded(way: str, folder: str) -> tuple[dict[str, Tensor], list[str]]:
-    net, model, optimizer = built(way)
+def loaded(way: str, folder: str, member: Any) -> tuple[dict[str, Tensor], list[str]]:
+    net, model, optimizer = built(way, member)
     states = dict(zip(("model", "optimizer"), get_state_dict(net, optimizer), strict=True))
     keys = sorted(states["optimizer"]["state"])
     dcp.load(states, checkpoint_id=folder)
@@ -166,21 +167,22 @@ def loaded(way: str, folder: str) -> tuple[dict[str, Tensor], list[str]]:
 
 
 ROUTES = [
-    (4, "fsdp", 2, "fsdp"),
-    (2, "ddp", 4, "fsdp x tp"),
-    (4, "hsdp", 2, "ddp"),
-    (2, "tp", 4, "hsdp"),
-    (1, "alone", 4, "fsdp"),
-    (4, "fsdp x tp", 1, "alone"),
+    (AngularMuown, 4, "fsdp", 2, "fsdp"),
+    (AngularMuown, 2, "ddp", 4, "fsdp x tp"),
+    (AngularMuown, 4, "hsdp", 2, "ddp"),
+    (AngularMuown, 2, "tp", 4, "hsdp"),
+    (AngularMuown, 1, "alone", 4, "fsdp"),
+    (AngularMuown, 4, "fsdp x tp", 1, "alone"),
+    (ColumnGains, 2, "fsdp by columns", 4, "fsdp x tp"),
 ]
 
 
-@pytest.mark.parametrize(("before", "first", "after", "second"), ROUTES)
+@pytest.mark.parametrize(("member", "before", "first", "after", "second"), ROUTES)
 def test_save_on_some_ranks_and_load_on_others(
-    tmp_path: Path, before: int, first: str, after: int, second: str
+    tmp_path: Path, member: Any, before: int, first: str, after: int, second: str
 ) -> None:
-    wanted = results(before, saved, first, str(tmp_path))[0]
-    found = results(after, loaded, second, str(tmp_path))
+    wanted = results(before, saved, first, str(tmp_path), member)[0]
+    found = results(after, loaded, second, str(tmp_path), member)
     for rank, keys in found:
         assert_same(rank, wanted)
         assert keys == found[0][1], "a distributed checkpoint waits for keys that a rank lacks"

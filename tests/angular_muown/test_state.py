@@ -168,6 +168,7 @@ OTHER_METHODS: dict[str, Any] = {
     "orthogonalize": "tangent",
     "tangent_momentum": True,
     "row_beta": 0.9,
+    "column_gains": True,
     "radius": "log_adam",
 }
 

@@ -197,6 +197,8 @@ def test_errors_say_what_to_do() -> None:
     optimizer.param_groups[0]["params"] = [nn.Parameter(torch.randn(16))]
     with pytest.raises(ValueError, match=r"shape \(16,\) is no matrix: .*distributed optimizer"):
         optimizer.step()
+    with pytest.raises(ValueError, match="state of rows only; leave it at False"):
+        MegatronAngularMuown([nn.Parameter(torch.randn(4, 4))], column_gains=True)
     model = nn.Linear(4, 4)
     optimizer = MegatronAngularMuown([model.weight])
     AngleMonitor(model, optimizer)

@@ -67,6 +67,11 @@ class MegatronAngularMuown(AngularMuown):
 
     def _check_parameters(self, index: int) -> None:
         """A rank of a pipeline may hold no parameter of a group that others have."""
+        if self.param_groups[index]["column_gains"]:
+            raise ValueError(
+                "column_gains=True: the parts of a Megatron weight and its torch_dist checkpoints "
+                "have places for the state of rows only; leave it at False"
+            )
         if self.param_groups[index]["params"]:
             super()._check_parameters(index)
 

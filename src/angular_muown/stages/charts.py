@@ -6,7 +6,7 @@ changed from outside (a checkpoint, an EMA swap, pruning) are simply the next st
 """
 
 from math import sqrt
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ class Split(NamedTuple):
     U: Tensor  # the point that the step moves: W itself, or its rows at unit length
     g: Tensor  # row lengths; W = g U
     T: Tensor  # the gradient for the point
-    r: Tensor  # the gradient for the row lengths
+    r: Tensor  # the gradient for the row lengths; with gains of columns, to be summed
 
 
 def nonzero(x: Tensor) -> Tensor:
@@ -133,6 +133,36 @@ class WeightNorm(Summing):
         R = torch.where(rho == 0, at.U, R)
         rows["stored_norm"] = torch.where(rho == 0, rho, self.sums.row_norm(R))
         return g * normalize_rows(R, self.sums)
+
+
+class ColumnGained(Summing):
+    """W = V Diag(b) with gains b > 0 of the columns, where `inner` reads V = Diag(g) U by its rows.
+
+    log b is stored; it starts at 0. V is read off W with it, so a weight that was changed from
+    outside is the next starting point here too. The chain rule gives V the gradient G Diag(b), and
+    log b_j the gradient sum_i W_ij G_ij = sum_i g_i r_ij with r_ij = G_ij b_j U_ij. This matrix is
+    the r of the split: its row sums are the gradient for the row lengths.
+    """
+
+    def __init__(self, inner: Oblique) -> None:
+        self.inner = inner
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        return ("column_log_gain", *self.inner.rows)
+
+    def over(self, sums: Whole) -> Self:
+        stage = super().over(sums)
+        stage.inner = self.inner.over(sums)
+        return stage
+
+    def split(self, W: Tensor, G: Tensor, rows: Rows) -> Split:
+        b = rows["column_log_gain"].exp()
+        at = self.inner.split(W / b, G * b, rows)
+        return at._replace(r=G * b * at.U)
+
+    def join(self, at: Split, step: Tensor, g: Tensor, rows: Rows) -> Tensor:
+        return self.inner.join(at, step, g, rows) * rows["column_log_gain"].exp()
 
 
 def row_signs(g: Tensor) -> Tensor:
