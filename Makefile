@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Some virtual machines advertise AMX without allowing it: bf16 products would end in SIGILL.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: demo test check bench theory format clean
+.PHONY: demo test check bench theory evidence format clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt hosts.txt
 	$(PYTHON) -m venv $(VENV)
@@ -36,6 +36,14 @@ theory: $(VENV)/.installed
 	$(BIN)/angular-lab theory --results results/theory --out build/theory
 	mkdir -p docs/figures/theory
 	cp build/theory/figures/*.svg docs/figures/theory/
+
+# The report on the kept runs; docs/evidence.md shows its tables and figures.
+evidence: $(VENV)/.installed
+	rm -rf build/evidence
+	mkdir -p build/evidence/runs docs/figures/evidence
+	for archive in results/s/*.tar.xz; do tar -xf $$archive -C build/evidence/runs; done
+	$(BIN)/angular-lab report build/evidence/runs --out build/evidence
+	cp build/evidence/figures/teaser-s-*.svg docs/figures/evidence/
 
 format: $(VENV)/.installed
 	$(BIN)/ruff format .

@@ -23,8 +23,8 @@ DIVERGED = "DIVERGED"
 # themselves (the name holds the horizons), and what no loss depends on. A new setting counts.
 FREE = {
     "recipe", "steps", "micro_batch", "eval_every", "save_every", "keep", "pins", "log_every",
-    "angle_every", "average", "compile", "deterministic", "parallel", "loggers", "parent", "parent_step",
-    "schedule.kind", "schedule.decay_steps",
+    "angle_every", "average", "compile", "deterministic", "parallel", "loggers", "parent",
+    "parent_step", "schedule.kind", "schedule.decay_steps",
 }  # fmt: skip
 COMPARED = {key: attrgetter(key) for key in keys(Spec()) if key not in FREE}
 
