@@ -12,7 +12,7 @@ from angular_lab.models import LanguageModel
 from angular_lab.recipes import recipe
 from angular_lab.runs import train
 from angular_muown import AngularMuown
-from tests.angular_muown.family import MEMBERS, noise, parameter
+from tests.angular_muown.family import MEMBERS, ColumnGains, ExactAngle, noise, parameter
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("optimizer", MEMBERS)
+@pytest.mark.parametrize("optimizer", [*MEMBERS, ColumnGains, ExactAngle])
 @pytest.mark.parametrize("shape", [(64, 192), (192, 64), (128, 128)])
 @pytest.mark.parametrize("orthogonalize", ["polar_express", "newton_schulz", "gram"])
 def test_bf16_iterations_stay_near_the_float64_step(optimizer, shape, orthogonalize) -> None:
@@ -80,6 +80,7 @@ def test_the_same_run_twice_is_the_same_to_the_bit(tmp_path, compiled) -> None:
 @pytest.mark.parametrize("micro", [0, 6])  # 16 sequences: all at once; 6, 6 and 4
 def test_recorded_passes_are_plain_ones_to_the_bit(tmp_path, monkeypatch, micro) -> None:
     base = replace(recipe("nano"), steps=16, eval_every=8, precision="bf16", micro_batch=micro)
+    base = replace(base, average="3,8")  # whose weights are swapped in and out for evaluations
     model = replace(base.model, width=256, heads=4, mlp=512)  # so that the fused step covers it
     spec = replace(base, save_every=0, angle_every=4, batch=16, compile=True, model=model)
     monkeypatch.setattr(LanguageModel, "recordable", True)

@@ -64,12 +64,15 @@ def _variants(scale: str, names: tuple[str, ...]) -> dict[str, Spec]:
     """AngularMuown as published, and changed as the names say; each with the averages of its last
     weights, which cost nothing and change nothing."""
     spec = replace(base(scale), average=_windows(scale))
-    aux = 0.3 * middle(scale, "angular_muown")
+    rate = middle(scale, "angular_muown")
+    aux = 0.3 * rate
     changes: dict[str, dict[str, Any]] = {
         PUBLISHED: {},
         "log radius": {"radius": "log_adam"},
+        "radius rate x 0.2": {"radius_lr": 0.2 * rate},
         "aux rate x 0.3": {"aux_lr": aux},
         "log radius, aux rate x 0.3": {"radius": "log_adam", "aux_lr": aux},
+        "radius rate x 0.2, aux rate x 0.3": {"radius_lr": 0.2 * rate, "aux_lr": aux},
         "tangent momentum": {"tangent_momentum": True},
         "constrained polar factor": {"orthogonalize": "tangent"},
         "exact angle": {"exact_angle": True},
