@@ -67,3 +67,14 @@ def test_the_differences_in_the_words_are_those_of_the_runs(tables: Path) -> Non
         f"AdamW {cost('adamw', 2):.3f} at twice"
     )
     assert told in DOCS.read_text()
+
+
+def test_two_ways_to_one_run_end_with_the_same_loss_to_the_bit(tables: Path) -> None:
+    """A cool-down off a trunk by recorded passes, and a straight run by plain ones, made on
+    another day: the lab's promise, on a GPU."""
+    (short,) = (
+        float(row["22.5M tokens"])
+        for row in csv.DictReader((tables / "aux-lr-s-runs.csv").read_text().splitlines())
+        if (row["line"], row["aux_lr"], row["seed"]) == ("adamw", "0.002", "0")
+    )
+    assert losses(tables, "22.5M tokens")["adamw", 0.002] == short

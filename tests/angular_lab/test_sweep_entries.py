@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from angular_lab.rundir import RunDir
 from angular_lab.sweep import Sweep
-from angular_lab.sweep_entries import Entry
+from angular_lab.sweep_entries import Entry, make_entry
 from tests.angular_lab.sweeps import small
 
 
@@ -39,6 +40,20 @@ def stored(entry: Entry) -> Any:
     yield change
     for path, text in before.items():
         path.write_text(text)
+
+
+def test_a_name_stands_for_what_a_loss_depends_on(data: Path, tmp_path: Path) -> None:
+    plan = small(data)
+    line = plan.lines[0]
+
+    def name(**changes: Any) -> str:
+        changed = replace(line, spec=replace(line.spec, **changes))
+        return make_entry(plan, changed, 0.002, 0, tmp_path).folder.name
+
+    assert name() == name(eval_every=7, log_every=3, angle_every=0, compile=True)
+    others = [name(), name(batch=8), name(clip=0.5), name(model=replace(line.spec.model, mlp=32))]
+    others.append(make_entry(replace(plan, longer=0.5), line, 0.002, 0, tmp_path).folder.name)
+    assert len(set(others)) == len(others)
 
 
 def test_what_another_default_made_is_not_taken_as_done(entry: Entry, stored: Any) -> None:
