@@ -1,14 +1,15 @@
 """What only a GPU can show; run with `pytest -m gpu` on a machine that has one."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from angular_lab import passes
+from angular_lab import checkpoint, passes, trainer
+from angular_lab.build import Models
 from angular_lab.health import OnHost
-from angular_lab.models import LanguageModel
 from angular_lab.recipes import recipe
 from angular_lab.runs import train
 from angular_muown import AngularMuown
@@ -83,13 +84,31 @@ def test_recorded_passes_are_plain_ones_to_the_bit(tmp_path, monkeypatch, micro)
     base = replace(base, average="3,8")  # whose weights are swapped in and out for evaluations
     model = replace(base.model, width=256, heads=4, mlp=512)  # so that the fused step covers it
     spec = replace(base, save_every=0, angle_every=4, batch=16, compile=True, model=model)
-    monkeypatch.setattr(LanguageModel, "recordable", True)
     made = []
     recorded = passes._Recorded
     monkeypatch.setattr(passes, "_Recorded", lambda *args: made.append(recorded(*args)) or made[-1])
     train(spec, tmp_path / "recorded")
     assert len(made) == (2 if micro else 1)
-    monkeypatch.setattr(passes, "WARM_UP", 10**9)
+    monkeypatch.setattr(trainer, "can_record", lambda *_: False)
     train(spec, tmp_path / "plain")
     a, b = ((tmp_path / name / "metrics.jsonl").read_text() for name in ("recorded", "plain"))
     assert a == b
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_recorded_passes_resume_and_share_a_model_to_the_bit(tmp_path) -> None:
+    """Stopped half-way and resumed; and after another run, by the model that this one leaves."""
+    base = replace(recipe("nano"), steps=16, eval_every=8, save_every=8, precision="bf16")
+    spec = replace(base, compile=True, keep=9)
+    train(spec, tmp_path / "whole")
+    train(spec, tmp_path / "cut")
+    shutil.rmtree(checkpoint.step_folder(tmp_path / "cut" / "checkpoints", 16))
+    (tmp_path / "cut" / "DONE").unlink()
+    train(spec, tmp_path / "cut", resume=True)
+    models = Models()
+    train(replace(spec, seed=1), tmp_path / "other", models=models)
+    train(spec, tmp_path / "second", models=models)
+    whole, *others = (
+        (tmp_path / name / "metrics.jsonl").read_text() for name in ("whole", "cut", "second")
+    )
+    assert all(other == whole for other in others)

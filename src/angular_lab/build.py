@@ -105,6 +105,7 @@ class Models:
             self._key, self._kept = key, (model, parallelize(model, spec, ranks))
             return self._kept
         model, _ = self._kept
+        gc.collect()  # the last run's recorded passes, which would lie beside the next one's
         model.init_weights(spec.seed)
         model.zero_grad(set_to_none=True)
         model.train()

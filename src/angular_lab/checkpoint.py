@@ -89,7 +89,15 @@ def _content(
     optimizer: torch.optim.Optimizer,
     averages: Averages,
 ) -> dict[str, Any]:
+    gradients = [(p, p.grad) for p in model.parameters()]
+    if not optimizer.state:
+        # No step was taken yet, and torch makes the state that it saves by one for show; but not
+        # where there are gradients, and recorded passes keep theirs.
+        for p, _ in gradients:
+            p.grad = None
     weights, state = get_state_dict(model, optimizer)
+    for p, gradient in gradients:
+        p.grad = gradient
     parts = {"model": weights, "optimizer": state, "average": averages.state()}
     return {**parts, "counters": counters}
 

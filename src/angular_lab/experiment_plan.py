@@ -58,6 +58,12 @@ class Experiment:
     longer: float = 0.0  # share of one more cool-down to the last horizon, off the same trunk
 
     def __post_init__(self) -> None:
+        shares = [line.spec.schedule.decay for line in self.lines]
+        if self.longer and self.longer <= max(shares):
+            raise ValueError(
+                f"longer={self.longer:g}: the normal cool-downs take {max(shares):g} of the steps "
+                "already; give more, or set longer=0"
+            )
         if self.longer and len(self.horizons) < 2:  # or its runs would never be done
             raise ValueError(
                 f"longer={self.longer:g} with the one horizon {self.horizons}: only several "

@@ -39,7 +39,7 @@ def average_table(sweep: SweepData) -> Table | None:
 
 def _readings(member: Member) -> Iterator[tuple[Run, str, dict[str, Any]]]:
     """Lines of finished runs at which an average may be read out: before and after cool-downs."""
-    for run in member.runs:
+    for run in member.normal:
         if member.diverged or run.final is None:
             continue
         evaluated = [line for line in run.metrics if "val_loss" in line]

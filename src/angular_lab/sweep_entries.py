@@ -23,10 +23,13 @@ DIVERGED = "DIVERGED"
 # themselves (the name holds the horizons), and what no loss depends on. A new setting counts.
 FREE = {
     "recipe", "steps", "micro_batch", "eval_every", "save_every", "keep", "pins", "log_every",
-    "angle_every", "average", "compile", "deterministic", "parallel", "loggers", "parent",
+    "angle_every", "compile", "deterministic", "parallel", "loggers", "parent",
     "parent_step", "schedule.kind", "schedule.decay_steps",
 }  # fmt: skip
 COMPARED = {key: attrgetter(key) for key in keys(Spec()) if key not in FREE}
+# What a name stands for. Trunks have another schedule in their folders, but it is the entry's that
+# decides.
+NAMED = COMPARED | {key: attrgetter(key) for key in ("schedule.kind", "schedule.decay_steps")}
 
 
 @dataclass(frozen=True)
@@ -68,15 +71,20 @@ class Entry:
         """Raises ValueError where a finished folder holds another run than this one."""
         if self.diverged:
             if RunDir(self.folder).started:
-                self._check(self.folder)
+                self.check(self.folder)
             return True
-        if not all(RunDir(folder).done for folder in self.finals):
-            return False  # training compares what it goes on with
-        for folder in self.finals:
-            self._check(folder)
+        finals = [folder for folder in self.finals if not self._longer_diverged(folder)]
+        if not all(RunDir(folder).done for folder in finals):
+            return False
+        for folder in finals:
+            self.check(folder)
         return True
 
-    def _check(self, folder: Path) -> None:
+    def _longer_diverged(self, folder: Path) -> bool:
+        """A longer cool-down that broke down is done, and the normal ones count all the same."""
+        return folder == self.longer_end and (folder / DIVERGED).exists()
+
+    def check(self, folder: Path) -> None:
         """Names leave defaults out, so that new settings rename nothing. The price: when a default
         changes, a run that was made under the old one has the name of one under the new."""
         stored = RunDir(folder).read_spec()
@@ -133,7 +141,7 @@ def _decisive(spec: Spec) -> dict[str, Any]:
     """What a run's name stands for: settings that are not the defaults and that a loss depends on,
     so that to log or evaluate at other steps makes no other run of it."""
     usual = Spec()
-    return {key: value for key, get in COMPARED.items() if (value := get(spec)) != get(usual)}
+    return {key: value for key, get in NAMED.items() if (value := get(spec)) != get(usual)}
 
 
 def run_entry(
@@ -145,12 +153,18 @@ def run_entry(
 ) -> None:
     """`run` is the entry's folder, claimed by the caller: whoever has it makes the cool-downs too,
     so that no other process starts them in between."""
+    folder = entry.folder
     try:
-        for spec, folder in _stages(entry):
+        for wanted, folder in _stages(entry):
+            spec = wanted
+            if RunDir(folder).started:  # it goes on as it began, whatever no loss depends on
+                entry.check(folder)
+                spec = RunDir(folder).read_spec()
             train(spec, run if folder == entry.folder else folder, True, device, until, models)
     except NotFinite as error:  # a rate too high is a result, not a failure of the sweep
-        write_atomically(entry.folder / DIVERGED, f"{error}\n")
-        print(f"{entry.folder.name} diverged: {error}", file=sys.stderr)
+        place = folder if folder == entry.longer_end else entry.folder
+        write_atomically(place / DIVERGED, f"{error}\n")
+        print(f"{place.name} diverged: {error}", file=sys.stderr)
 
 
 def _stages(entry: Entry) -> Iterator[tuple[Spec, Path]]:

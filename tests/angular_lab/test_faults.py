@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from angular_lab import checkpoint
-from angular_lab.health import NotFinite
+from angular_lab import checkpoint, passes, trainer
+from angular_lab.health import NotFinite, OnHost
 from angular_lab.models.base import LanguageModel
 from angular_lab.models.moe import MoE
 from angular_lab.ranks import Ranks
@@ -72,6 +72,37 @@ def test_a_skip_right_after_a_checkpoint_resumes_exactly(data, tmp_path) -> None
     assert checkpoint.steps(tmp_path / "cut" / "checkpoints") == [5]
     train(spec, tmp_path / "cut", resume=True)
     assert lines(tmp_path / "cut") == lines(tmp_path / "whole")
+
+
+def test_a_save_before_the_first_step_has_all_state(data, tmp_path, monkeypatch) -> None:
+    """All batches so far were left out, and recorded passes keep gradients where they lie."""
+    monkeypatch.setattr(trainer, "can_record", lambda *_: True)
+    monkeypatch.setattr(passes, "WARM_UP", 10**9)
+    kept: list[bool] = []
+
+    def skip(self, *_) -> bool:
+        self.skipped += 1
+        self.host_norm = OnHost(torch.zeros(()))
+        self.passes.clear()
+        return False
+
+    save = Trainer.save
+
+    def watch(self) -> None:
+        before = [p.grad for p in self.model.parameters()]
+        save(self)
+        kept.extend(p.grad is g for p, g in zip(self.model.parameters(), before, strict=True))
+
+    monkeypatch.setattr(Trainer, "save", watch)
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "is_finite", skip)
+        train(tiny(data, steps=12, save_every=4), tmp_path / "run")
+    assert kept
+    assert all(kept)
+    shutil.rmtree(checkpoint.step_folder(tmp_path / "run" / "checkpoints", 12))
+    (tmp_path / "run" / "DONE").unlink()
+    train(tiny(data, steps=12, save_every=4), tmp_path / "run", resume=True)
+    assert RunDir(tmp_path / "run").done
 
 
 @pytest.mark.usefixtures("poisoned")

@@ -66,8 +66,10 @@ def trunk_and_branches(root: Path, seed: int, gain: float) -> dict[str, Any]:
     for end, value in ((100, 3.4), (200, 3.1)):
         branch = replace(BASE, seed=seed, steps=end, parent="a", parent_step=end * 9 // 10)
         write(root / f"a{seed}-to{end}", branch, {end: (value, value + gain / 100, value)})
+    longer = replace(BASE, seed=seed, parent="a", parent_step=160)  # not the normal cool-down
+    write(root / f"a{seed}-to200-longer", longer, {200: (2.0, 1.0, 1.0)})
     folders = {str(end): f"a{seed}-to{end}" for end in (100, 200)}
-    return {"value": 0.02, "seed": seed, "folders": folders}
+    return {"value": 0.02, "seed": seed, "folders": folders, "longer": f"a{seed}-to200-longer"}
 
 
 def test_each_run_is_its_own_partner(tmp_path: Path) -> None:

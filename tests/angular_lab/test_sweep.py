@@ -4,6 +4,7 @@ import time
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from angular_lab.cli import main
 from angular_lab.cost import cost, listing
 from angular_lab.experiment_plan import SCALES
 from angular_lab.experiments import EXPERIMENTS, experiment
+from angular_lab.health import NotFinite
 from angular_lab.preemption import Preempted
 from angular_lab.ranks import start_ranks
+from angular_lab.report import make_report
 from angular_lab.rundir import RunDir
 from angular_lab.runs import train
 from angular_lab.spec import Spec
@@ -77,6 +80,33 @@ def test_a_longer_cool_down_needs_a_trunk(data: Path) -> None:
     """A single horizon has none: the run would never be done, and the sweep never end."""
     with pytest.raises(ValueError, match=r"longer=0\.5 with the one horizon \(8,\): .*longer=0"):
         small(data, horizons=(8,), longer=0.5)
+
+
+def test_a_longer_cool_down_that_breaks_down_takes_nothing_from_the_normal_ones(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = small(data, horizons=(8, 16), seeds=(0,), longer=0.5)
+    plan = replace(plan, lines=plan.lines[-1:])
+
+    def breaking(spec: Spec, out: Any, *args: Any) -> RunDir:
+        run = train(spec, out, *args)
+        if run.path.name.endswith("-longer"):
+            (run.path / "DONE").unlink()
+            raise NotFinite("the loss of step 9 is nan")
+        return run
+
+    monkeypatch.setattr(sweep_entries, "train", breaking)
+    runner = Sweep(plan, tmp_path, device="cpu")
+    runner.run()
+    (entry,) = runner.entries
+    assert entry.done
+    assert entry.loss < inf
+    assert manifest(tmp_path)["entries"][0]["status"] == "done"
+    assert [path.parent for path in tmp_path.glob("*/DIVERGED")] == [entry.longer_end]
+    make_report([tmp_path], tmp_path / "report")
+    tables = tmp_path / "report" / "tables"
+    (table,) = (path.read_text() for path in tables.glob("*-final-loss.md"))
+    assert f"{entry.loss:.4f}" in table
 
 
 def test_branches_start_from_memory(

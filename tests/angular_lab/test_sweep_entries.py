@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from angular_lab.preemption import Preempted
 from angular_lab.rundir import RunDir
 from angular_lab.sweep import Sweep
-from angular_lab.sweep_entries import Entry, make_entry
+from angular_lab.sweep_entries import Entry, make_entry, run_entry
 from tests.angular_lab.sweeps import small
 
 
@@ -51,9 +52,30 @@ def test_a_name_stands_for_what_a_loss_depends_on(data: Path, tmp_path: Path) ->
         return make_entry(plan, changed, 0.002, 0, tmp_path).folder.name
 
     assert name() == name(eval_every=7, log_every=3, angle_every=0, compile=True)
-    others = [name(), name(batch=8), name(clip=0.5), name(model=replace(line.spec.model, mlp=32))]
+    cosine = replace(line.spec.schedule, kind="cosine")
+    others = [
+        name(),
+        name(batch=8),
+        name(schedule=cosine),
+        name(average="3"),
+        name(clip=0.5),
+        name(model=replace(line.spec.model, mlp=32)),
+    ]
     others.append(make_entry(replace(plan, longer=0.5), line, 0.002, 0, tmp_path).folder.name)
     assert len(set(others)) == len(others)
+
+
+def test_a_run_goes_on_as_it_began_whatever_no_loss_depends_on(data: Path, tmp_path: Path) -> None:
+    plan = small(data, lines=small(data).lines[1:], seeds=(0,))
+    entry = Sweep(plan, tmp_path).pending()[0]
+    with pytest.raises(Preempted):  # its first step is taken, then there is no time
+        run_entry(entry, RunDir(entry.folder), "cpu", until=0)
+    (line,) = plan.lines
+    other = replace(line, spec=replace(line.spec, log_every=5, eval_every=2))
+    sweep = Sweep(replace(plan, lines=(other,)), tmp_path, device="cpu")
+    sweep.run()
+    assert sweep.entries[0].done
+    assert RunDir(sweep.entries[0].folder).read_spec().log_every == line.spec.log_every
 
 
 def test_what_another_default_made_is_not_taken_as_done(entry: Entry, stored: Any) -> None:
