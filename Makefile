@@ -41,9 +41,9 @@ theory: $(VENV)/.installed
 evidence: $(VENV)/.installed
 	rm -rf build/evidence
 	mkdir -p build/evidence/runs docs/figures/evidence
-	for archive in results/s/*.tar.xz; do tar -xf $$archive -C build/evidence/runs; done
+	set -e; for archive in results/s/*.tar.xz; do tar -xf $$archive -C build/evidence/runs; done
 	$(BIN)/angular-lab report build/evidence/runs --out build/evidence
-	cp build/evidence/figures/teaser-s-*.svg docs/figures/evidence/
+	cd build/evidence/figures && cp $(patsubst %,teaser-s-%.svg,horizons loss-by-value angles) $(CURDIR)/docs/figures/evidence/
 
 format: $(VENV)/.installed
 	$(BIN)/ruff format .

@@ -62,7 +62,7 @@ PUBLISHED = "as published"
 
 def _variants(scale: str, names: tuple[str, ...]) -> dict[str, Spec]:
     """AngularMuown as published, and changed as the names say; each with the averages of its last
-    weights, which cost nothing and change nothing."""
+    weights, which change nothing in the run."""
     spec = replace(base(scale), average=_windows(scale))
     rate = middle(scale, "angular_muown")
     aux = 0.3 * rate
@@ -94,11 +94,12 @@ def leads(scale: str) -> Experiment:
 
 
 def variant(scale: str) -> Experiment:
-    """What the leads come to, against the method as published, each at its own best rate."""
+    """A candidate from the leads against the method as published, each at its own best rate: the
+    one that earlier trials of a small model favour."""
     variants = _variants(scale, (PUBLISHED, "log radius, aux rate x 0.3"))
     rates = RATES[scale]["angular_muown"]
     lines = tuple(Line(name, spec, rates) for name, spec in variants.items())
-    title = "The best of the leads"
+    title = "A candidate from the leads"
     return Experiment("variant", scale, title, lines, HORIZONS[scale][-1:], SEEDS[scale])
 
 

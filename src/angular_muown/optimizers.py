@@ -17,9 +17,9 @@ Arguments that all members share:
     state_dtype: dtype of the momentum; None is float32 (float64 for float64 weights).
     write_back: for 16-bit weights, "stochastic" rounding or a float32 "master" copy.
     capturable: keep lr and counters on the device, so that a step can be recorded in a CUDA graph.
-    workspace: what a step may take besides parameters, gradients and state, as a fraction of the
-        matrices' size: of work buffers on a GPU, of copies elsewhere (at least of 2^24 elements at
-        a time), and of the matrices that are on their way between ranks.
+    workspace: what a step may take beside parameters, gradients and state, as a fraction of the
+        matrices' size: the kernels' work buffer, the eager step's copies (of at least 2^24 elements
+        at a time, however small the fraction), matrices that are on their way between ranks.
     process_group: ranks that hold copies of plain parameters (DDP) and share the work; None is the
         default group (on a GPU: every rank by itself), False is every rank by itself. Parameters
         that are DTensors (FSDP2, tensor parallel) bring their ranks along.

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from angular_muown.spread import Spread
 
 
-# A step makes up to so many float32 copies of a stack, all told (10 to 11 for the rivals' on a GPU,
-# benchmarks/step_time.py). Below the least room a GPU is not filled, and memory is no worry.
+# A step makes up to so many float32 copies of a stack, all told (10 to 11.5 for the rivals' on a
+# GPU, benchmarks/step_time.py). With less room than this a GPU would not be filled.
 COPIES = 12
 LEAST_ROOM = 2**24  # elements
 

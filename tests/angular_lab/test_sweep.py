@@ -82,6 +82,11 @@ def test_a_longer_cool_down_needs_a_trunk(data: Path) -> None:
         small(data, horizons=(8,), longer=0.5)
 
 
+def test_a_longer_cool_down_is_longer(data: Path) -> None:
+    with pytest.raises(ValueError, match=r"longer=0\.25: the normal cool-downs take 0\.25 of"):
+        small(data, longer=0.25)
+
+
 def test_a_longer_cool_down_that_breaks_down_takes_nothing_from_the_normal_ones(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
