@@ -142,7 +142,7 @@ def test_a_run_that_fails_costs_one_worker_only(
     RunDir(broken.folder).write_spec(replace(broken.spec, batch=2), {})
     with pytest.raises(WorkerDied, match=r"1 of 2 workers died: worker \d with exit code 1"):
         two(plan, tmp_path)
-    assert "was started with batch=2 (now 4)" in capsys.readouterr().err
+    assert "was made with batch=2, and this sweep wants 4" in capsys.readouterr().err
     assert [entry.done for entry in (broken, *good)] == [False] + [True] * 3
     with pytest.raises(WorkerDied):  # another call tries again
         two(plan, tmp_path)
