@@ -47,7 +47,7 @@ def test_small_models_are_not_given_workspaces_larger_than_their_buffer() -> Non
     assert divide(928 * MiB, [40 * MiB]).cublas  # a quarter of llama1b
 
 
-@pytest.mark.parametrize("count", [1, 2, 5, 12])
+@pytest.mark.parametrize("count", [1, 3, 12])
 def test_lanes_have_equal_shares_and_every_matrix_one_place(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
