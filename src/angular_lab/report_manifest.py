@@ -5,6 +5,7 @@ Everything that keeps a number out of a comparison ends up in `warnings`.
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,20 +124,23 @@ def _at(value: float, losses: dict[float, float]) -> BestRate:
     return BestRate(value, losses[value], bool(edge), edge)
 
 
-def _missing(member: Member, horizons: list[int]) -> list[str]:
+def _gaps(member: Member, horizons: list[int]) -> Iterator[str]:
+    """What it has no loss for, and why."""
+    if member.diverged:
+        yield f"{member.name} diverged: it counts as the worst of its grid"
+        return
+    if member.longer is not None and member.longer.diverged:
+        yield f"{member.name} diverged in the longer cool-down"
     steps = [f"{h:,}" for h in horizons if member.final(h) is None]
-    if member.plans_longer and member.cooled_longer(horizons[-1]).final(horizons[-1]) is None:
+    if member.lacks_longer(horizons[-1]):
         steps.append(f"{horizons[-1]:,} (the longer cool-down)")
-    return steps
+    if steps:
+        yield f"{member.name} is unfinished: no final loss at step {', '.join(steps)}"
 
 
 def _note_gaps(sweep: SweepData) -> None:
     for member in sweep.members:
-        if member.diverged:
-            sweep.warnings.append(f"{member.name} diverged: it counts as the worst of its grid")
-        elif missing := _missing(member, sweep.horizons):
-            steps = ", ".join(missing)
-            sweep.warnings.append(f"{member.name} is unfinished: no final loss at step {steps}")
+        sweep.warnings += _gaps(member, sweep.horizons)
     for label, best in sweep.best.items():
         for seed in sweep.seeds:
             if seed not in sweep.at_best(label):

@@ -164,12 +164,12 @@ def members_table(sweep: SweepData) -> Table:
             f"{tokens_form(sweep.tokens(h))} tokens": loss(end[1]) if (end := m.final(h)) else None
             for h in sweep.horizons
         }
+        done = all(end is not None for end in finals.values()) and not m.lacks_longer(last)
         if m.plans_longer:
             end = m.cooled_longer(last).final(last)
             name = f"{tokens_form(sweep.tokens(last))} tokens, longer cool-down"
             finals[name] = loss(end[1]) if end else None
         speeds = [speed for run in m.normal if (speed := run.speed) is not None]
-        done = all(end is not None for end in finals.values())
         status = "diverged" if m.diverged else "done" if done else "unfinished"
         folder = next((run.name for run in m.runs), None)
         rows.append(

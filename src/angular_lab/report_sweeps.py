@@ -31,6 +31,12 @@ class Member:
         """As if the longer cool-down were its only end."""
         return replace(self, ends={horizon: self.longer} if self.longer else {}, longer=None)
 
+    def lacks_longer(self, horizon: int) -> bool:
+        """It was to have one, and that has neither an end nor a reason for none."""
+        if not self.plans_longer or (self.longer is not None and self.longer.diverged):
+            return False
+        return self.cooled_longer(horizon).final(horizon) is None
+
     @property
     def normal(self) -> list[Run]:
         """What horizons, speeds and figures are about."""

@@ -147,11 +147,6 @@ class Spec:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def distinct(self) -> dict[str, Any]:
-        """What differs from the defaults. Names of runs are made from it, so that a new setting
-        does not rename the runs that never heard of it."""
-        return _different(self.to_dict(), Spec().to_dict())
-
     @staticmethod
     def from_dict(values: dict[str, Any]) -> "Spec":
         plain = {key: value for key, value in values.items() if not isinstance(value, dict)}
@@ -161,11 +156,3 @@ class Spec:
             optim=OptimSpec(**values["optim"]),
             schedule=ScheduleSpec(**values["schedule"]),
         )
-
-
-def _different(values: dict[str, Any], usual: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: _different(value, usual[key]) if isinstance(value, dict) else value
-        for key, value in values.items()
-        if value != usual[key]
-    }

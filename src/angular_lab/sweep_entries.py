@@ -130,16 +130,17 @@ def make_entry(
     spec = override(line.spec, [f"{line.axis}={value!r}"])
     spec = replace(spec, seed=seed, steps=experiment.horizons[-1], data=data or spec.data)
     plan = [experiment.horizons, *([experiment.longer] if experiment.longer else [])]
-    content = json.dumps([_decisive(spec), *plan], sort_keys=True)
+    content = json.dumps([decisive(spec), *plan], sort_keys=True)
     label = "".join(c if c.isalnum() else "-" for c in line.label).strip("-")
     short = hashlib.sha256(content.encode()).hexdigest()[:8]
     name = f"{label}-{line.axis.rpartition('.')[2]}{value:g}-seed{seed}-{short}"
     return Entry(line, value, seed, spec, root / name, experiment.horizons, experiment.longer)
 
 
-def _decisive(spec: Spec) -> dict[str, Any]:
-    """What a run's name stands for: settings that are not the defaults and that a loss depends on,
-    so that to log or evaluate at other steps makes no other run of it."""
+def decisive(spec: Spec) -> dict[str, Any]:
+    """What a run's name stands for: settings that a loss depends on, so that to log or evaluate at
+    other steps makes no other run of it; without defaults, so that a new setting does not rename
+    the runs that never heard of it."""
     usual = Spec()
     return {key: value for key, get in NAMED.items() if (value := get(spec)) != get(usual)}
 

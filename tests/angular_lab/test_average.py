@@ -17,6 +17,7 @@ from angular_lab.evaluate import evaluate
 from angular_lab.rundir import RunDir
 from angular_lab.runs import branch_spec, train, trunk_spec
 from angular_lab.spec import Spec
+from angular_lab.sweep_entries import decisive
 from angular_lab.trainer import Trainer
 from tests.angular_lab.runs import lines, tiny
 
@@ -106,7 +107,8 @@ def test_training_does_not_notice(data: Path, tmp_path: Path) -> None:
     ]
     assert [json.dumps(line) for line in without] == lines(tmp_path / "off")
     assert [line["step"] for line in parsed(tmp_path / "on") if NAMES[8] in line] == [4, 8, 12]
-    assert "average" not in Spec().distinct()
+    assert "average" not in decisive(tiny(data))
+    assert decisive(tiny(data, average=WINDOWS))["average"] == WINDOWS
     keys = {name: _saved_keys(tmp_path / name) for name in ("off", "on")}
     assert not any(key.startswith("average") for key in keys["off"])
     assert {key for key in keys["on"] if not key.startswith("average")} == keys["off"]

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from angular_lab import build
 from angular_lab.health import NotFinite
 from angular_lab.models import LanguageModel
+from angular_lab.passes import Passes
 from angular_lab.preemption import Preempted
 from angular_lab.ranks import Ranks
 from angular_lab.runs import train
@@ -63,6 +65,32 @@ def test_a_model_of_another_shape_finds_the_memory_free(
     assert held[1]() is not None, "kept for a run of its shape"
     train(replace(spec, model=replace(spec.model, mlp=96)), tmp_path / "b", models=models)
     assert alive == [[], [None, None]]
+
+
+def test_a_model_that_is_taken_again_finds_the_last_passes_gone(
+    data: Path, tmp_path: Path, held: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recorded ones hold a GPU's memory. The first run of a process leaves them in a cycle."""
+    begin, made = Passes.__init__, []
+
+    def watched(self: Passes, *arguments: Any) -> None:
+        begin(self, *arguments)
+        made.append(weakref.ref(self))
+
+    monkeypatch.setattr(Passes, "__init__", watched)
+    models, spec = build.Models(), tiny(data, steps=4)
+    cycle: list[Any] = []
+
+    def leave(self: Trainer) -> None:
+        cycle.append([self.passes])
+        cycle[-1].append(cycle[-1])
+
+    monkeypatch.setattr(Trainer, "finish", leave)
+    train(spec, tmp_path / "a", models=models)
+    cycle.clear()
+    assert made[0]() is not None, "the collector is off"
+    models.take(spec, Ranks(0, 1, torch.device("cpu")))
+    assert made[0]() is None
 
 
 @pytest.mark.parametrize("error", [NotFinite, Preempted, OSError])

@@ -22,7 +22,7 @@ from angular_lab.rundir import RunDir
 from angular_lab.runs import train
 from angular_lab.spec import Spec
 from angular_lab.sweep import Sweep
-from angular_lab.sweep_entries import make_entry
+from angular_lab.sweep_entries import decisive, make_entry
 from tests.angular_lab.runs import lines
 from tests.angular_lab.sweeps import manifest, small
 
@@ -88,7 +88,10 @@ def test_a_longer_cool_down_is_longer(data: Path) -> None:
 
 
 def test_a_longer_cool_down_that_breaks_down_takes_nothing_from_the_normal_ones(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     plan = small(data, horizons=(8, 16), seeds=(0,), longer=0.5)
     plan = replace(plan, lines=plan.lines[-1:])
@@ -112,6 +115,11 @@ def test_a_longer_cool_down_that_breaks_down_takes_nothing_from_the_normal_ones(
     tables = tmp_path / "report" / "tables"
     (table,) = (path.read_text() for path in tables.glob("*-final-loss.md"))
     assert f"{entry.loss:.4f}" in table
+    said = capsys.readouterr().err
+    assert "diverged in the longer cool-down" in said
+    assert "unfinished" not in said
+    (runs,) = (path.read_text() for path in tables.glob("*-runs.csv"))
+    assert ",done," in runs
 
 
 def test_branches_start_from_memory(
@@ -243,9 +251,9 @@ def test_a_run_of_the_model_at_hand_comes_first(data: Path, tmp_path: Path) -> N
 
 def test_a_setting_at_its_default_leaves_no_mark_in_a_name() -> None:
     """So that a setting that is added later does not rename the runs that are there."""
-    assert Spec().distinct() == {}
-    spec = replace(Spec(), steps=7, optim=replace(Spec().optim, lr=0.5))
-    assert spec.distinct() == {"steps": 7, "optim": {"lr": 0.5}}
+    assert decisive(Spec()) == {}
+    spec = replace(Spec(), batch=7, log_every=3, optim=replace(Spec().optim, lr=0.5))
+    assert decisive(spec) == {"batch": 7, "optim.lr": 0.5}
 
 
 def test_folders_are_named_by_what_is_in_them(data: Path, tmp_path: Path) -> None:
