@@ -35,6 +35,7 @@ RATES: dict[str, dict[str, tuple[float, ...]]] = {
     "s": _SMALL | {"normuon": (4e-3, 8e-3, 1.6e-2)},
     "nano": _SMALL,
 }
+SETTLED = {"adamw": 2e-3, "normuon": 8e-3, "muown": 1.6e-2, "angular_muown": 2e-2}  # by teaser, s
 
 
 @dataclass(frozen=True)
@@ -87,9 +88,12 @@ def trained_by(spec: Spec, name: str, **changes: Any) -> Spec:
     return replace(spec, optim=replace(spec.optim, **values))
 
 
-def middle(scale: str, name: str) -> float:
-    """The rate that an ablation holds: the paper's best, or the middle of the grid."""
+def held(scale: str, name: str) -> float:
+    """The rate that an ablation holds: the best of the comparison at this scale where it is known,
+    or the middle of the grid."""
     if scale == "paper" and name in paper.TEASER:
         return paper.TEASER[name].best_rate
+    if scale == "s" and name in SETTLED:
+        return SETTLED[name]
     rates = RATES[scale][name]
     return rates[len(rates) // 2]

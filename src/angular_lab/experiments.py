@@ -16,7 +16,7 @@ from angular_lab.experiment_plan import (
     Experiment,
     Line,
     base,
-    middle,
+    held,
     trained_by,
 )
 from angular_lab.recipes import recipe
@@ -32,7 +32,7 @@ def teaser(scale: str) -> Experiment:
 
 
 def angles(scale: str) -> Experiment:
-    spec = replace(base(scale), angle_every={"paper": 20, "s": 20, "nano": 5}[scale])
+    spec = replace(base(scale), angle_every={"paper": 20, "s": 50, "nano": 5}[scale])
     grid = tuple(k * 1e-3 for k in (1, 2, 4, 6, 8, 10)) if scale == "paper" else ()
     variants: tuple[tuple[str, str, dict[str, Any]], ...] = (
         ("adamw", "adamw", {}),
@@ -44,7 +44,7 @@ def angles(scale: str) -> Experiment:
         ("angular_muown, kappa = 1", "angular_muown", {"decay_degree": 0.0}),
     )
     lines = tuple(
-        Line(label, trained_by(spec, name, **changes), grid or (middle(scale, name),))
+        Line(label, trained_by(spec, name, **changes), grid or (held(scale, name),))
         for label, name, changes in variants
     )
     title = "Loss and angle per step"

@@ -15,6 +15,7 @@ from angular_lab.preemption import Preempted, Sigterm, WorkerDied
 from angular_lab.rundir import RunDir
 from angular_lab.sweep import AGAIN, Sweep
 from angular_lab.sweep_entries import Entry, make_entry, run_entry
+from angular_lab.sweep_reuse import reuse
 
 EXECUTORS = ("local", "slurm")
 # submitit sends it before the time is over. Its own handler would leave at once, nothing saved.
@@ -41,7 +42,8 @@ class Job:
         sweep, run = Sweep(plan, self.root, self.data, self.device), RunDir(entry.folder)
         run.claim()
         try:
-            if not entry.done:  # somebody may have made it since the job was submitted
+            # somebody may have made it since the job was submitted
+            if not entry.done and not reuse(entry):
                 sweep.write()
                 with Sigterm(WARNING):
                     run_entry(entry, run, self.device, models=sweep.models)

@@ -21,16 +21,21 @@ from angular_lab.trainer import Trainer
 STDLIB = "stdlib"
 
 
-def data_folder(spec: Spec, ranks: Ranks, cache: Path = Path("data/stdlib")) -> Path:
+def data_place(spec: Spec) -> Path:
+    """Where its tokens lie, or will lie once they are made."""
+    return Path("data/stdlib" if spec.data == STDLIB else spec.data)
+
+
+def data_folder(spec: Spec, ranks: Ranks) -> Path:
+    folder = data_place(spec)
     if spec.data != STDLIB:
-        folder = Path(spec.data)
         if not folder.is_dir():
             raise ValueError(f"data={spec.data}: no such folder; make one with angular-lab prepare")
         return folder
     if ranks.first:
-        prepare_stdlib(cache)
+        prepare_stdlib(folder)
     ranks.barrier()
-    return prepare_stdlib(cache)  # made by now: this only says where
+    return prepare_stdlib(folder)  # made by now: this only says where
 
 
 def train(

@@ -22,9 +22,9 @@ from angular_lab.experiment_plan import Experiment, Line
 from angular_lab.preemption import Preempted, Sigterm
 from angular_lab.rundir import RunDir, alone, write_atomically
 from angular_lab.statistics import BestRate, best_rate
-from angular_lab.sweep_entries import Entry, make_entry, run_entry
+from angular_lab.sweep_entries import MANIFEST, Entry, make_entry, run_entry
+from angular_lab.sweep_reuse import reuse
 
-MANIFEST = "sweep.json"
 FAILED = ".failed"
 WAIT = 0.5  # seconds between looks at runs that other processes make
 AGAIN = "the same command goes on"
@@ -161,7 +161,10 @@ class Sweep:
         try:
             self.say(entry.folder.name)
             self.write()
-            run_entry(entry, run, self.device, self.until, self.models)
+            if source := reuse(entry):
+                self.say(f"  as in {source.parent.name}/{source.name}")
+            else:
+                run_entry(entry, run, self.device, self.until, self.models)
         except Preempted:
             raise Preempted(f"{entry.folder.name} is saved; {AGAIN}") from None
         except Exception:

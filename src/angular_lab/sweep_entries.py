@@ -18,6 +18,7 @@ from angular_lab.rundir import RunDir, write_atomically
 from angular_lab.runs import branch_spec, train, trunk_spec
 from angular_lab.spec import Spec
 
+MANIFEST = "sweep.json"
 DIVERGED = "DIVERGED"
 # What may differ between an entry and its finished folders: what trunks and cool-downs set
 # themselves (the name holds the horizons), and what no loss depends on. A new setting counts.

@@ -1,0 +1,155 @@
+"""Runs that a sweep beside this one has made: taken over where they are the same, only there."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from angular_lab import sweep_entries
+from angular_lab.experiment_plan import Experiment, Line, trained_by
+from angular_lab.report import make_report
+from angular_lab.rundir import RunDir
+from angular_lab.runs import train
+from angular_lab.spec import Spec
+from angular_lab.sweep import Sweep
+from angular_lab.sweep_reuse import reuse
+from tests.angular_lab.runs import tiny
+from tests.angular_lab.sweeps import small
+
+
+@pytest.fixture(scope="module")
+def made(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of sweeps with one in it: a trunk with cool-downs to steps 8 and 16, one longer."""
+    root = tmp_path_factory.mktemp("runs")
+    plan = small(data, horizons=(8, 16), seeds=(0,), longer=0.5)
+    Sweep(replace(plan, lines=plan.lines[1:]), root / "first", device="cpu").run()
+    return root
+
+
+@pytest.fixture
+def runs(made: Path, tmp_path: Path) -> Path:
+    shutil.copytree(made, tmp_path / "runs")
+    return tmp_path / "runs"
+
+
+def _plan(data: Path, steps: int = 16, seed: int = 0, **changes: Any) -> Experiment:
+    spec = replace(tiny(data, save_every=0), **changes)
+    line = Line("other name", trained_by(spec, "angular_muown"), (0.02,))
+    return Experiment("second", "nano", "Another", (line,), (steps,), (seed,))
+
+
+def _never(spec: Spec, *args: Any) -> RunDir:
+    raise AssertionError(f"made again: {spec}")
+
+
+@pytest.mark.parametrize("steps", [8, 16])
+def test_a_cool_down_off_a_trunk_is_the_straight_run(
+    runs: Path, data: Path, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(sweep_entries, "train", _never)
+        Sweep(_plan(data, steps), runs / "second", device="cpu").run()
+    (entry,) = Sweep(_plan(data, steps), runs / "second").entries
+    assert entry.done
+    train(entry.spec, runs / "straight", device="cpu")
+    taken, straight = (RunDir(path).read_metrics() for path in (entry.folder, runs / "straight"))
+    assert [line["step"] for line in taken] == list(range(1, steps + 1))
+    # where a trunk ends it is evaluated, and a straight run is not
+    assert [{**line, **other} for line, other in zip(taken, straight, strict=True)] == taken
+    assert taken[-1] == straight[-1]
+    make_report([runs / "second"], runs / "report")
+    assert f"{entry.loss:.4f}" in (runs / "report" / "index.html").read_text()
+
+
+def test_the_folder_says_where_it_was_made(
+    runs: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Sweep(_plan(data), runs / "second", device="cpu").run()
+    (spec,) = (runs / "second").glob("*/spec.json")
+    assert '"made_in": "first/angular-muown' in spec.read_text()
+    assert "as in first/angular-muown" in capsys.readouterr().err
+
+
+def _with(key: str, **values: Any) -> Callable[[Spec], Spec]:
+    return lambda spec: replace(spec, **{key: replace(getattr(spec, key), **values)})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _with("optim", aux_lr=0.02),  # as lr, by its number
+        _with("optim", radius_lr=0.02),
+        _with("schedule", decay=0.5),  # the longer cool-down
+        _with("schedule", decay_steps=4),
+        lambda spec: replace(spec, eval_every=8, log_every=0),
+        lambda spec: replace(spec, compile=not spec.compile, keep=7),
+    ],
+)
+def test_the_same_by_another_name(runs: Path, data: Path, change: Callable[[Spec], Spec]) -> None:
+    assert _reused(runs, data, change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _with("optim", aux_lr=0.01),
+        _with("optim", lr=0.01),
+        _with("optim", row_beta=0.9),
+        _with("model", layers=1),
+        _with("schedule", decay=0.3),
+        _with("schedule", kind="constant"),
+        lambda spec: replace(spec, average="3"),  # which the other did not evaluate
+        lambda spec: replace(spec, eval_every=3),  # nor at these steps
+        lambda spec: replace(spec, angle_every=1),
+        lambda spec: replace(spec, steps=12),
+        lambda spec: replace(spec, seed=1),
+    ],
+)
+def test_another_run_is_another_run(runs: Path, data: Path, change: Callable[[Spec], Spec]) -> None:
+    assert not _reused(runs, data, change)
+
+
+def _reused(runs: Path, data: Path, change: Callable[[Spec], Spec]) -> bool:
+    plan = _plan(data)
+    spec = change(replace(plan.lines[0].spec, steps=16))
+    line = replace(plan.lines[0], spec=spec, values=(spec.optim.lr,))
+    plan = replace(plan, lines=(line,), horizons=(spec.steps,), seeds=(spec.seed,))
+    (entry,) = Sweep(plan, runs / "second").pending()
+    entry.folder.mkdir(parents=True)
+    found = reuse(entry) is not None
+    assert entry.done is found
+    return found
+
+
+def test_other_tokens_make_another_run(runs: Path, data: Path, tmp_path: Path) -> None:
+    other = tmp_path / "data"
+    shutil.copytree(data, other)
+    for path in runs.glob("*/*/spec.json"):  # as if made on the copy
+        path.write_text(path.read_text().replace(str(data), str(other)))
+    assert _reused(runs, other, lambda spec: spec)
+    shutil.rmtree(runs / "second")
+    manifest = other / "manifest.json"
+    manifest.write_text(manifest.read_text() + " ")
+    assert not _reused(runs, other, lambda spec: spec)
+
+
+@pytest.mark.parametrize("gone", ["DONE", "sweep.json", "trunk"])
+def test_only_what_is_whole(runs: Path, data: Path, gone: str) -> None:
+    (end,) = (path for path in (runs / "first").iterdir() if path.name.endswith("-to16"))
+    if gone == "DONE":
+        (end / "DONE").unlink()
+    elif gone == "sweep.json":  # no sweep: a folder of somebody's own
+        (runs / "first" / gone).unlink()
+    else:
+        shutil.rmtree(end.with_name(end.name.removesuffix("-to16")))
+    assert not _reused(runs, data, lambda spec: spec)
+
+
+def test_a_trunk_is_made_anew(runs: Path, data: Path) -> None:
+    """Its cool-downs start from checkpoints, which are not taken over."""
+    plan = replace(_plan(data), horizons=(8, 16))
+    (entry,) = Sweep(plan, runs / "second").pending()
+    assert reuse(entry) is None
