@@ -201,10 +201,12 @@ def check_parameter(p: Tensor, name: str, group: Mapping[str, Any]) -> None:
         raise ValueError(f"{label} {error}") from None
 
 
-def check_gradients(group: Mapping[str, Any], index: int) -> None:
-    """Looked at before anything moves: a step is taken by all parameters or by none."""
+def with_gradient(group: Mapping[str, Any], index: int) -> list[Tensor]:
+    """The group's parameters that have a gradient. Looked at before anything moves: a step is taken
+    by all parameters or by none. Once for every parameter and step: it is short for the host."""
+    found, matrices = [], group["algorithm"] == "matrix"
     for i, p in enumerate(group["params"]):
-        if p.ndim < 2 and group["algorithm"] == "matrix":  # it had more when it was added
+        if matrices and p.ndim < 2:  # it had more when it was added
             names = parameter_names(group, index)
             others = f" and {len(names) - 1} others" if len(names) > 1 else ""
             raise ValueError(
@@ -212,9 +214,14 @@ def check_gradients(group: Mapping[str, Any], index: int) -> None:
                 f"{index}, which was made of {names[0]!r}{others}. Under FSDP1: "
                 f"{UNFLATTENED['FSDP1']}. Under DeepSpeed: {UNFLATTENED['DeepSpeed']}"
             )
-        if p.grad is not None and p.grad.layout != torch.strided:
+        grad = p.grad
+        if grad is None:
+            continue
+        if grad.layout is not torch.strided:
             raise ValueError(
                 f"parameter {parameter_names(group, index)[i]!r} (shape {tuple(p.shape)}) has a "
-                f"{p.grad.layout} gradient: only dense ones are supported; for an embedding set "
+                f"{grad.layout} gradient: only dense ones are supported; for an embedding set "
                 "sparse=False"
             )
+        found.append(p)
+    return found

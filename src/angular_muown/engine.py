@@ -20,7 +20,7 @@ from angular_muown.placement import has_ranks, is_sharded
 from angular_muown.recipe import Equation, Observer, Recipe, finish
 from angular_muown.stages.charts import row_signs
 from angular_muown.stages.momentum import heavy_ball
-from angular_muown.state import has_state, init_state, moves_nothing
+from angular_muown.state import has_state, made_states, moves_nothing
 from angular_muown.views import Leaf, Stack, stacks
 
 if TYPE_CHECKING:  # what takes time to import, and is imported where it is needed
@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # what takes time to import, and is imported where it is need
     from angular_muown.kernels.groups import FusedGroups
     from angular_muown.sharing import Exchanges
 
+States = list[dict[str, Any]]
 HOMES = tuple(f"angular_muown.{name}" for name in ("optimizers", "muons", "rivals"))  # of members
 
 
@@ -129,7 +130,7 @@ class Engine(torch.optim.Optimizer):
         if capture.is_recording():
             capture.check(self.param_groups, self.state)
         groups = self.param_groups
-        active = [self._with_gradient(i) for i in range(len(groups))]
+        active = [checks.with_gradient(group, i) for i, group in enumerate(groups)]
         rehearsal = not self.state and moves_nothing(groups, active)
         recipes = [self.recipe(g) if g["algorithm"] == "matrix" else None for g in groups]
         shared = [self._shared(i, r) if r else [] for i, r in enumerate(recipes)]
@@ -137,31 +138,27 @@ class Engine(torch.optim.Optimizer):
         if works and not rehearsal:
             self._exchanges.check(works, observed=bool(self.observers))
         for index, (group, recipe) in enumerate(zip(groups, recipes, strict=True)):
-            elsewhere = {work.parameter for work in shared[index]}
-            taking = [p for p in group["params"] if p in elsewhere or has_state(p)]
-            wanted = {"step", *(recipe.rows if recipe else ())}
-            for p in taking:
-                if not wanted <= self.state[p].keys() or group["write_back"] == "master":
-                    init_state(p, self.state[p], group, recipe)
-            params = [p for p in active[index] if p not in elsewhere]
+            params = taking = active[index]
+            if has_ranks():
+                elsewhere = {work.parameter for work in shared[index]}
+                params = [p for p in params if p not in elsewhere]
+                taking = [p for p in group["params"] if p in elsewhere or has_state(p)]
+            states = made_states(self.state, taking, group, recipe)
             if params and not rehearsal:
-                self._advance_alone(params, index, recipe)
+                self._advance_alone(params, [states[id(p)] for p in params], index, recipe)
             # A rank whose experts got no tokens counts as the others do.
             steps = active[index] or (any(active) and any(map(is_sharded, taking)))
             group["step"] += bool(steps) and not rehearsal
         if works and not rehearsal:
             self._advance_shared(works)
 
-    def _advance_alone(self, params: list[Tensor], index: int, recipe: Recipe | None) -> None:
+    def _advance_alone(
+        self, params: list[Tensor], states: States, index: int, recipe: Recipe | None
+    ) -> None:
         if recipe is None:
-            adamw.update(params, [self.state[p] for p in params], self.param_groups[index])
+            adamw.update(params, states, self.param_groups[index])
         else:
-            self._advance_matrices(params, index, recipe)
-
-    def _with_gradient(self, index: int) -> list[Tensor]:
-        group = self.param_groups[index]
-        checks.check_gradients(group, index)
-        return [p for p in group["params"] if p.grad is not None]
+            self._advance_matrices(params, states, index, recipe)
 
     def _shared(self, index: int, recipe: Recipe) -> "list[Work]":
         """The group's parameters whose step is shared with other ranks."""
@@ -177,10 +174,12 @@ class Engine(torch.optim.Optimizer):
             self.exchanges = Exchanges()
         return self.exchanges
 
-    def _advance_matrices(self, params: list[Tensor], index: int, recipe: Recipe) -> None:
+    def _advance_matrices(
+        self, params: list[Tensor], states: States, index: int, recipe: Recipe
+    ) -> None:
         group = self.param_groups[index]
         layout = Layout.of(group)
-        rest = self._advance_fused(params, [self.state[p] for p in params], index, recipe)
+        rest = self._advance_fused(params, states, index, recipe)
         leaves = [Leaf(p, self.state[p], layout) for p in rest]
         for leaf in leaves:
             leaf.state["step"] += 1
@@ -201,7 +200,7 @@ class Engine(torch.optim.Optimizer):
             work.leaf.close()
 
     def _advance_fused(
-        self, params: list[Tensor], states: list[dict[str, Any]], index: int, recipe: Recipe
+        self, params: list[Tensor], states: States, index: int, recipe: Recipe
     ) -> list[Tensor]:
         """Step by kernels what they cover, and return the rest."""
         group = self.param_groups[index]

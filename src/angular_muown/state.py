@@ -1,6 +1,6 @@
 """The state of a parameter, at zero: made before the first step, spread over ranks as it is."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,22 @@ def moves_nothing(groups: Sequence[dict[str, Any]], active: Sequence[Sequence[Te
     from angular_muown.parts import somewhere  # only where there are ranks
 
     return not somewhere(moves, params)
+
+
+def made_states(
+    known: Mapping[Tensor, dict[str, Any]],
+    params: Sequence[Tensor],
+    group: dict[str, Any],
+    recipe: Recipe | None,
+) -> dict[int, dict[str, Any]]:
+    """By the parameters' ids, with all that a step needs. Every step asks: each parameter is looked
+    up once, because a tensor's hash costs the host more than all the rest of it."""
+    wanted, master = {"step", *(recipe.rows if recipe else ())}, group["write_back"] == "master"
+    states = {id(p): known[p] for p in params}
+    for p, state in zip(params, states.values(), strict=True):
+        if master or not wanted <= state.keys():
+            init_state(p, state, group, recipe)
+    return states
 
 
 def init_state(

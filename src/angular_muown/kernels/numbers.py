@@ -54,8 +54,11 @@ def _on_host(
         values += _line(group, recipe, turn, radius_lr, 1 - lr * group["weight_decay"])
     end = len(values)
     ages = {t: [1 - beta**t for beta in _betas(recipe)] for t in set(counts)}
-    for parameter in step.owners:
-        values += ages[counts[parameter]]
+    if len(ages) == 1:  # all parameters of one age, as nearly always
+        values += ages[counts[0]] * len(step.owners)
+    else:
+        for parameter in step.owners:
+            values += ages[counts[parameter]]
     out = torch.tensor(values, dtype=torch.float32, device="cpu")
     out.view(torch.int32)[SEED:end:NUMBERS] = _signed(hash_seed(group["step"]))
     return out
