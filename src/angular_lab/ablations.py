@@ -60,6 +60,18 @@ def split_qkv(scale: str) -> Experiment:
     return Experiment("split-qkv", scale, title, lines, HORIZONS[scale][:1], SEEDS[scale])
 
 
+def closest(scale: str) -> Experiment:
+    """AngularMuown and the line that came closest to it, at the longest horizon, on two seeds more.
+    Nothing is chosen: every seed judges."""
+    seeds = (*SEEDS[scale], max(SEEDS[scale]) + 1, max(SEEDS[scale]) + 2)
+    lines = tuple(
+        Line(name, trained_by(base(scale), name), (held(scale, name),))
+        for name in ("angular_muown", "normuon")
+    )
+    title = "The closest pair, on more seeds"
+    return Experiment("closest", scale, title, lines, HORIZONS[scale][-1:], seeds)
+
+
 def larger(scale: str) -> Experiment:
     """The same rates on a larger model, one seed: our line and the closest of the others. At scale
     s the paper's 124M model (98M with this vocabulary), with 32,768 tokens a step, so that 120M
@@ -135,14 +147,17 @@ def _windows(scale: str) -> str:
 
 
 def average(scale: str) -> Experiment:
-    """An average of the last weights beside the weights. One line is enough: a run evaluates all
-    its averages, and none changes it. The rates are a grid, because an average may do best at a
-    higher one; two horizons, because then there is a trunk, read out where its cool-down starts."""
-    horizons = HORIZONS[scale][0], HORIZONS[scale][-1]
+    """Averages of the last weights beside the weights, for ours, the closest line and AdamW: a run
+    evaluates all of them, and none changes it. Two horizons, half and whole, because then there is a trunk, read
+    out where its cool-downs start, and whole runs can be set against those of half the tokens."""
+    horizons = HORIZONS[scale][1], HORIZONS[scale][-1]
     spec = replace(base(scale), average=_windows(scale))
-    line = Line("angular_muown", trained_by(spec, "angular_muown"), RATES[scale]["angular_muown"])
+    lines = tuple(
+        Line(name, trained_by(spec, name), (held(scale, name),))
+        for name in ("angular_muown", "normuon", "adamw")
+    )
     title = "Read-out from an average of the last weights"
-    return Experiment("average", scale, title, (line,), horizons, SEEDS[scale])
+    return Experiment("average", scale, title, lines, horizons, SEEDS[scale])
 
 
 def rivals(scale: str) -> Experiment:

@@ -35,7 +35,13 @@ RATES: dict[str, dict[str, tuple[float, ...]]] = {
     "s": _SMALL | {"normuon": (4e-3, 8e-3, 1.6e-2)},
     "nano": _SMALL,
 }
-SETTLED = {"adamw": 2e-3, "normuon": 8e-3, "muown": 1.6e-2, "angular_muown": 2e-2}  # by teaser, s
+SETTLED = {  # at scale s, by its teaser
+    "adamw": 2e-3,
+    "muon": 5e-3,
+    "normuon": 8e-3,
+    "muown": 1.6e-2,
+    "angular_muown": 2e-2,
+}
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,7 @@ EXPERIMENTS: dict[str, Callable[[str], Experiment]] = {
     "radius": ablations.radius,
     "split-qkv": ablations.split_qkv,
     "kappa": ablations.kappa,
+    "closest": ablations.closest,
     "larger": ablations.larger,
     "leads": ablations.leads,
     "variant": ablations.variant,
