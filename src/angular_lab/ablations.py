@@ -148,8 +148,9 @@ def _windows(scale: str) -> str:
 
 def average(scale: str) -> Experiment:
     """Averages of the last weights beside the weights, for ours, the closest line and AdamW: a run
-    evaluates all of them, and none changes it. Two horizons, half and whole, because then there is a trunk, read
-    out where its cool-downs start, and whole runs can be set against those of half the tokens."""
+    evaluates all of them, and none changes it. Two horizons, half and whole, because then there
+    is a trunk, read out where its cool-downs start, and whole runs can be set against those of
+    half the tokens."""
     horizons = HORIZONS[scale][1], HORIZONS[scale][-1]
     spec = replace(base(scale), average=_windows(scale))
     lines = tuple(
