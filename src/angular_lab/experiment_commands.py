@@ -5,8 +5,12 @@ import time
 from collections.abc import Callable
 from math import inf
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from angular_lab.statistics import BestRate
+
+if TYPE_CHECKING:  # it imports torch
+    from angular_lab.sweep import Sweep
 
 PROCESSES = (
     "worker processes on this machine; a small model does not fill a large GPU, so several on one "
@@ -25,21 +29,33 @@ def seconds(text: str) -> float:
 
 def sweep(arguments: argparse.Namespace) -> None:
     from angular_lab.experiments import experiment
-    from angular_lab.sweep import Sweep
+    from angular_lab.sweep import Sweep, run_together
     from angular_lab.sweep_workers import run_in_processes
 
-    plan = experiment(arguments.name, arguments.scale)
-    out: Path = arguments.out or Path("runs") / f"{plan.name}-{plan.scale}"
-    runner = Sweep(plan, out, arguments.data, arguments.device)
+    if arguments.out and len(arguments.names) > 1:
+        raise ValueError(
+            f"--out {arguments.out} for {len(arguments.names)} experiments: each has a folder of "
+            "its own; leave --out away, and they are in runs/, or give one experiment"
+        )
+    sweeps = []
+    for name in dict.fromkeys(arguments.names):
+        plan = experiment(name, arguments.scale)
+        out = arguments.out or Path("runs") / f"{plan.name}-{plan.scale}"
+        sweeps.append(Sweep(plan, out, arguments.data, arguments.device))
     budget = arguments.budget - (time.monotonic() - arguments.began)  # imports took seconds
     if arguments.processes == 1:
-        runner.run(budget, arguments.extend)
+        run_together(sweeps, budget, arguments.extend)
     else:
-        run_in_processes(runner, arguments.processes, budget, arguments.extend)
-    chosen = runner.chosen
-    for line in plan.lines:
+        run_in_processes(sweeps, arguments.processes, budget, arguments.extend)
+    for sweep in sweeps:
+        _tell(sweep)
+
+
+def _tell(sweep: "Sweep") -> None:
+    chosen = sweep.chosen
+    for line in sweep.experiment.lines:
         print(f"{line.label:30} {_outcome(chosen.get(line.label))}")
-    print(out)
+    print(sweep.root)
 
 
 def _outcome(best: BestRate | None) -> str:
@@ -108,13 +124,14 @@ def add_experiments(add: Callable[..., argparse.ArgumentParser]) -> None:
         ("sweep", sweep, "run an experiment of the paper here; run again to go on"),
         ("submit", submit, "start what can run now of an experiment in other processes"),
     ):
-        sub = add(name, function, summary, "name")
+        sub = add(name, function, summary, *(["name"] if name == "submit" else []))
         sub.add_argument("--scale", default="nano", help="paper, s or nano")
         sub.add_argument("--data", default="", help="folder of shards; default: the scale's own")
         sub.add_argument("--out", type=Path, help="folder of the runs")
         sub.add_argument("--device", default="", help="cpu or cuda; default: what there is")
         sub.add_argument("--extend", type=int, default=0, help="rounds at a grid's edge")
         if name == "sweep":
+            sub.add_argument("names", nargs="+", metavar="name", help="one or more experiments")
             sub.add_argument("--budget", type=seconds, default=inf, help="540s, 30m, 2h")
             sub.add_argument("--processes", type=int, default=1, help=PROCESSES)
         else:

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from math import inf
@@ -57,24 +57,15 @@ class Sweep:
         self.say: Callable[[str], None] = _say
 
     def run(self, budget: float = inf, extend: int = 0) -> None:
-        """All of it. Raises Preempted when the budget is spent or at SIGTERM and Ctrl-C, with
-        everything saved; the same call goes on. `extend`: how often a grid may grow at the edge
-        where its best value lies. Runs that other processes make are waited for."""
-        self.until, self.extend = time.monotonic() + budget, extend
+        run_together([self], budget, extend)
+
+    def begin(self, until: float, extend: int) -> None:
+        self.until, self.extend = until, extend
         self.write()
-        waiting = False
-        with Sigterm(signal.SIGINT) as stop:
-            while entries := [entry for entry in self.pending() if not self._failed(entry)]:
-                if stop.received or time.monotonic() >= self.until:
-                    raise Preempted(f"{self.root} is unfinished; {AGAIN}")
-                taken = self._claim(entries)
-                if taken:
-                    self._make(*taken)
-                else:
-                    if not waiting:
-                        self.say("waiting: other processes make all that can be made now")
-                    time.sleep(WAIT)
-                waiting = not taken
+
+    def left(self) -> list[Entry]:
+        """What could run now and has not failed."""
+        return [entry for entry in self.pending() if not self._failed(entry)]
 
     def grid(self, line: Line, extend: int = 0) -> Grid:
         """Its values, with those that were added at an edge: as their folders tell, or on request.
@@ -147,6 +138,12 @@ class Sweep:
     def _entry(self, line: Line, value: float, seed: int) -> Entry:
         return make_entry(self.experiment, line, value, seed, self.root, self.data)
 
+    def make_one(self, entries: list[Entry]) -> bool:
+        """Make one of these; False where others are at work on all of them."""
+        if taken := self._claim(entries):
+            self._make(*taken)
+        return bool(taken)
+
     def _claim(self, entries: list[Entry]) -> tuple[Entry, RunDir] | None:
         """The first that nobody else makes; first of all one that needs no new model."""
         for entry in sorted(entries, key=lambda entry: not self.models.fits(entry.spec)):
@@ -169,14 +166,38 @@ class Sweep:
             raise Preempted(f"{entry.folder.name} is saved; {AGAIN}") from None
         except Exception:
             if self.marks:
-                (self.marks / f"{entry.folder.name}{FAILED}").touch()
+                self._mark(self.marks, entry).touch()
             raise
         finally:
             run.release()
             self.write()
 
     def _failed(self, entry: Entry) -> bool:
-        return self.marks is not None and (self.marks / f"{entry.folder.name}{FAILED}").exists()
+        return self.marks is not None and self._mark(self.marks, entry).exists()
+
+    def _mark(self, marks: Path, entry: Entry) -> Path:
+        return marks / f"{self.root.name}.{entry.folder.name}{FAILED}"
+
+
+def run_together(sweeps: Sequence[Sweep], budget: float = inf, extend: int = 0) -> None:
+    """All of them, with one compiled model for all that have its shape. Raises Preempted when the
+    budget is spent or at SIGTERM and Ctrl-C, with everything saved; the same call goes on.
+    `extend`: how often a grid may grow at the edge where its best value lies. Runs that other
+    processes make are waited for once nothing else is left, of any sweep."""
+    until, models, waiting = time.monotonic() + budget, sweeps[0].models, False
+    for sweep in sweeps:
+        sweep.models = models
+        sweep.begin(until, extend)
+    with Sigterm(signal.SIGINT) as stop:
+        while left := [(sweep, entries) for sweep in sweeps if (entries := sweep.left())]:
+            if stop.received or time.monotonic() >= until:
+                raise Preempted(f"{left[0][0].root} is unfinished; {AGAIN}")
+            made = any(sweep.make_one(entries) for sweep, entries in left)  # the first that can
+            if not made:
+                if not waiting:
+                    sweeps[0].say("waiting: other processes make all that can be made now")
+                time.sleep(WAIT)
+            waiting = not made
 
 
 def _best(entries: list[Entry]) -> BestRate | None:

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
@@ -25,9 +26,10 @@ import torch
 from angular_lab.experiment_plan import Experiment
 from angular_lab.preemption import PREEMPTED, Preempted, Sigterm, WorkerDied
 from angular_lab.prepare import cores
-from angular_lab.sweep import AGAIN, WAIT, Sweep
+from angular_lab.sweep import AGAIN, WAIT, Sweep, run_together
 
 FOLDER = "workers"  # with a folder for each machine that works on the sweep, and call on it
+EVERY = "every run is done"
 TAIL = 12  # lines of a dead worker's output
 # spawn: CUDA and torch's threads do not survive a fork. Not a subprocess of the command line: an
 # experiment is passed as the value it is, and waiting for several ends comes with the library.
@@ -39,8 +41,7 @@ class Task:
     """What a worker is started with: plain values."""
 
     number: int
-    experiment: Experiment
-    root: Path
+    experiments: tuple[tuple[Experiment, Path], ...]  # with the folders of their runs
     data: str
     device: str
     until: float  # on the monotonic clock, which the processes of a machine share
@@ -50,34 +51,40 @@ class Task:
 
     @property
     def log(self) -> Path:
-        here = self.root / FOLDER / platform.node()
+        here = self.experiments[0][1] / FOLDER / platform.node()
         return here / str(self.owner) / f"worker{self.number}.log"
 
 
-def run_in_processes(sweep: Sweep, processes: int, budget: float = inf, extend: int = 0) -> None:
-    """As `Sweep.run`, by `processes` workers. Raises WorkerDied at the end where one died; the
+def run_in_processes(
+    sweeps: Sequence[Sweep], processes: int, budget: float = inf, extend: int = 0
+) -> None:
+    """As `run_together`, by `processes` workers. Raises WorkerDied at the end where one died; the
     others have gone on without it."""
     if processes < 1:
         raise ValueError(f"--processes {processes}: it must be at least 1")
-    until, sweep.extend = time.monotonic() + budget, extend
-    sweep.write()
-    if not sweep.pending():
+    until, first = time.monotonic() + budget, sweeps[0]
+    for sweep in sweeps:
+        sweep.begin(until, extend)
+    if not any(sweep.pending() for sweep in sweeps):
         return
-    plan = (sweep.experiment, sweep.root, sweep.data)
-    common = (until, extend, _threads(processes, sweep.device), os.getpid())
-    devices = spread(sweep.device, processes, torch.cuda.device_count())
-    tasks = [Task(i, *plan, device, *common) for i, device in enumerate(devices)]
+    plans = tuple((sweep.experiment, sweep.root) for sweep in sweeps)
+    common = (until, extend, _threads(processes, first.device), os.getpid())
+    devices = spread(first.device, processes, torch.cuda.device_count())
+    tasks = [Task(i, plans, first.data, device, *common) for i, device in enumerate(devices)]
     logs = tasks[0].log.parent
     _clear(logs.parent)
     logs.mkdir(parents=True, exist_ok=True)
-    sweep.say(f"{processes} workers; what they print is in {logs}")
+    first.say(f"{processes} workers; what they print is in {logs}")
     with Sigterm(signal.SIGINT) as stop:
         died = _watch(tasks, stop)
-    sweep.write()
-    left = f"{sweep.root} is unfinished; {AGAIN}" if sweep.pending() else "every run is done"
+    for sweep in sweeps:
+        sweep.write()
+    unfinished = [str(sweep.root) for sweep in sweeps if sweep.pending()]
+    are = "is" if len(unfinished) == 1 else "are"
+    left = f"{', '.join(unfinished)} {are} unfinished; {AGAIN}" if unfinished else EVERY
     if died:
         raise WorkerDied(f"{len(died)} of {processes} workers died: {', '.join(died)}; {left}")
-    if sweep.pending():
+    if unfinished:
         raise Preempted(left)
 
 
@@ -176,10 +183,11 @@ def _work(task: Task) -> None:
         with suppress(OSError):  # a screen that is gone is no reason to stop
             os.write(screen, f"worker {task.number}: {text}\n".encode())
 
-    sweep = Sweep(task.experiment, task.root, task.data, task.device)
-    sweep.say, sweep.marks = say, task.log.parent
+    sweeps = [Sweep(plan, root, task.data, task.device) for plan, root in task.experiments]
+    for sweep in sweeps:
+        sweep.say, sweep.marks = say, task.log.parent
     try:
-        sweep.run(task.until - time.monotonic(), task.extend)
+        run_together(sweeps, task.until - time.monotonic(), task.extend)
     except Preempted as stopped:
         say(str(stopped))
         sys.exit(PREEMPTED)

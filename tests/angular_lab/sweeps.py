@@ -40,4 +40,4 @@ def metrics(root: Path) -> dict[str, bytes]:
 
 
 if __name__ == "__main__":
-    run_in_processes(Sweep(long(Path(sys.argv[2])), Path(sys.argv[1]), device="cpu"), 2)
+    run_in_processes([Sweep(long(Path(sys.argv[2])), Path(sys.argv[1]), device="cpu")], 2)

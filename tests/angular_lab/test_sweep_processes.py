@@ -68,7 +68,7 @@ def test_each_worker_gets_its_gpu(
     monkeypatch.setattr(sweep_workers, "_watch", lambda found, _: tasks.extend(found) or [])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(Preempted):
-        run_in_processes(Sweep(small(data), tmp_path), 3)
+        run_in_processes([Sweep(small(data), tmp_path)], 3)
     assert [task.device for task in tasks] == ["cuda:0", "cuda:1", "cuda:0"]
     current: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
@@ -91,7 +91,7 @@ def test_a_second_call_leaves_the_first_ones_logs_and_marks(
                 (here / str(number) / "worker0.log").write_text("step 1")
                 (here / str(number) / "adamw.failed").touch()
             with pytest.raises(Preempted):
-                run_in_processes(Sweep(small(data), tmp_path), 2)
+                run_in_processes([Sweep(small(data), tmp_path)], 2)
         finally:
             alive.kill()
     assert {path.name for path in here.iterdir()} == {str(alive.pid), str(os.getpid())}
@@ -106,7 +106,7 @@ def test_the_logs_of_a_call_are_its_own(
     tasks: list[Any] = []
     monkeypatch.setattr(sweep_workers, "_watch", lambda found, _: tasks.extend(found) or [])
     with pytest.raises(Preempted):
-        run_in_processes(Sweep(small(data), tmp_path), 2)
+        run_in_processes([Sweep(small(data), tmp_path)], 2)
     folder = tmp_path / "workers" / platform.node() / str(os.getpid())
     assert [task.log for task in tasks] == [folder / "worker0.log", folder / "worker1.log"]
 

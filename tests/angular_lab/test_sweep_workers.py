@@ -36,7 +36,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def two(plan: Any, root: Path, **options: Any) -> None:
-    run_in_processes(Sweep(plan, root, device="cpu"), 2, **options)
+    run_in_processes([Sweep(plan, root, device="cpu")], 2, **options)
 
 
 def workers() -> dict[str, int]:
