@@ -43,7 +43,7 @@ class Job:
         run.claim()
         try:
             # somebody may have made it since the job was submitted
-            if not entry.done and not reuse(entry):
+            if not entry.done and not reuse(entry, self.device):
                 sweep.write()
                 with Sigterm(WARNING):
                     run_entry(entry, run, self.device, models=sweep.models)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from angular_lab import paper
 from angular_lab.ablations import PUBLISHED
+from angular_lab.intervals import student_interval
 from angular_lab.report_checks import CHECKS, NEARLY
 from angular_lab.report_results import key_of
 from angular_lab.report_sweeps import SweepData
@@ -56,12 +57,21 @@ def pair_table(sweep: SweepData) -> Table | None:
                     "tokens": Mark(sweep.tokens(horizon), "", tokens_form(sweep.tokens(horizon))),
                     "verdict": Mark(result.outcome, result.outcome),
                     "mean difference": None if mean is None else Mark(mean, "", f"{mean:+.4f}"),
+                    "95% interval": _interval(result.paired.differences),
                     "seeds": seeds_form(result.paired.seeds),
                     "reason": result.reason,
                 }
             )
-    note = "Seed by seed, each line at its best value; negative is better for the first line."
+    note = (
+        "Seed by seed, each line at its best value; negative is better for the first line. "
+        "Interval: Student's, of the mean over seeds; the verdict does not ask for it."
+    )
     return Table(key_of(sweep, "pairs"), "Line against line", rows, note) if rows else None
+
+
+def _interval(differences: Sequence[float]) -> str | None:
+    found = student_interval(differences) if differences else None
+    return None if found is None else f"{found[0]:+.4f} to {found[1]:+.4f}"
 
 
 def claims_table(found: Sequence[tuple[SweepData, Ruling]], key: str) -> Table | None:

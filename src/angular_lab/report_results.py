@@ -171,7 +171,7 @@ def members_table(sweep: SweepData) -> Table:
             finals[name] = loss(end[1]) if end else None
         speeds = [speed for run in m.normal if (speed := run.speed) is not None]
         status = "diverged" if m.diverged else "done" if done else "unfinished"
-        folder = next((run.name for run in m.runs), None)
+        run = next(iter(m.runs), None)
         rows.append(
             {
                 "line": m.label,
@@ -180,7 +180,7 @@ def members_table(sweep: SweepData) -> Table:
                 "status": status,
                 **finals,
                 "tokens/s": fmean(speeds) if speeds else None,
-                "folder": folder,
+                "folder": run and (f"as {run.made_in}" if run.made_in else run.name),
             }
         )
     return Table(key_of(sweep, "runs"), "Every run", rows)

@@ -12,11 +12,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from angular_lab.rundir import RunDir
+from angular_lab.rundir import SPEC, RunDir
 from angular_lab.spec import Spec
 
 SWEEP = "sweep.json"
-SPEC = "spec.json"
 DIVERGED = "DIVERGED"  # as sweep.py writes it, which imports torch and so cannot be asked
 Lines = tuple[dict[str, Any], ...]
 
@@ -29,6 +28,7 @@ class Run:
     spec: Spec
     data: str  # the fingerprint of its tokens; "": not recorded
     device: str
+    made_in: str  # the run of another sweep that it was taken over from; "": made here
     metrics: Lines
     speeds: tuple[float, ...]  # tokens per second, as logged
     done: bool
@@ -91,6 +91,7 @@ def read_run(folder: Path, warnings: list[str]) -> Run | None:
         spec=spec,
         data=str(content.get("data") or ""),
         device=str(content.get("versions", {}).get("device", "")),
+        made_in=str(content.get("made_in", "")),
         metrics=metrics,
         speeds=speeds,
         done=run.done,

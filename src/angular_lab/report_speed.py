@@ -30,9 +30,8 @@ def speed_table(sweep: SweepData) -> Table | None:
         return None
     note = (
         f"Tokens of the other line over the tokens at which {sweep.ours}'s cooled-down curve, "
-        "interpolated in log tokens, reaches the other's final loss. Interval: 95% bootstrap over "
-        "seeds, which covers less than it says with two or three. Wall-clock: the same, times the "
-        "ratio of median tokens/s."
+        "interpolated in log tokens, reaches the other's final loss. Interval: Student's, of the "
+        "mean over seeds. Wall-clock: the same, times the ratio of median tokens/s."
     )
     note += f" {paper_note(sweep)}, computed in the same way." if _has_paper(sweep) else ""
     return Table(key_of(sweep, "speed-up"), f"Speed-up of {sweep.ours}", rows, note)
@@ -75,9 +74,7 @@ def _reasons(found: SpeedUps) -> str:
 
 def _interval(found: SpeedUps) -> str | None:
     if found.interval is None:
-        return None
-    if len(found.by_seed) < 2:
-        return "none: one seed"
+        return "none: one seed" if found.by_seed else None
     return f"{found.interval[0]:.2f} to {found.interval[1]:.2f}"
 
 
@@ -89,7 +86,9 @@ def line_speed(sweep: SweepData, label: str) -> tuple[float | None, set[str]]:
 
 
 def _runs(sweep: SweepData, label: str) -> list[Run]:
-    return [run for member in sweep.at_best(label).values() for run in member.normal]
+    """Those that were made here: another sweep's may have shared its device with more."""
+    found = (run for member in sweep.at_best(label).values() for run in member.normal)
+    return [run for run in found if not run.made_in]
 
 
 def pace_table(sweep: SweepData) -> Table | None:

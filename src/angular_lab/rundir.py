@@ -20,6 +20,8 @@ from typing import IO, Any
 
 from angular_lab.spec import Spec
 
+SPEC = "spec.json"
+
 
 class RunDir:
     def __init__(self, path: Path | str) -> None:
@@ -44,7 +46,7 @@ class RunDir:
 
     @property
     def started(self) -> bool:
-        return (self.path / "spec.json").exists()
+        return (self.path / SPEC).exists()
 
     def claim(self) -> None:
         if not self.try_claim():
@@ -98,24 +100,24 @@ class RunDir:
             "git": git_state(),
             "data": data,
         }
-        write_atomically(self.path / "spec.json", json.dumps(content, indent=2) + "\n")
+        write_atomically(self.path / SPEC, json.dumps(content, indent=2) + "\n")
 
     def read_spec(self) -> Spec:
         try:
             return Spec.from_dict(self._content()["spec"])
         except (KeyError, TypeError) as error:
-            raise ValueError(f"{self.path / 'spec.json'} cannot be read: {error}") from None
+            raise ValueError(f"{self.path / SPEC} cannot be read: {error}") from None
 
     def read_data(self) -> str:
         return self._content().get("data", "")
 
     def _content(self) -> dict[str, Any]:
         try:
-            return json.loads((self.path / "spec.json").read_text())
+            return json.loads((self.path / SPEC).read_text())
         except FileNotFoundError:
             raise ValueError(f"{self.path} is no run folder: it has no spec.json") from None
         except json.JSONDecodeError as error:
-            raise ValueError(f"{self.path / 'spec.json'} cannot be read: {error}") from None
+            raise ValueError(f"{self.path / SPEC} cannot be read: {error}") from None
 
     def append(self, path: Path, values: dict[str, Any]) -> None:
         """One line in one write: a reader never sees half a line unless the machine dies."""
@@ -136,12 +138,12 @@ class RunDir:
                 os.fsync(file.fileno())
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        return _parse_lines(self.metrics_path)
+        return parse_lines(self.metrics_path)
 
     def rewind(self, step: int) -> None:
         """Forget what was logged after `step`: those steps are about to be taken again."""
         for path in (self.metrics_path, self.timing_path):
-            kept = [line for line in _parse_lines(path) if line["step"] <= step]
+            kept = [line for line in parse_lines(path) if line["step"] <= step]
             if path.exists():
                 write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
 
@@ -150,7 +152,7 @@ class RunDir:
         write_atomically(self.path / "DONE", "")
 
 
-def _parse_lines(path: Path) -> list[dict[str, Any]]:
+def parse_lines(path: Path) -> list[dict[str, Any]]:
     """Whole lines only: a killed process may leave half a one at the end."""
     if not path.exists():
         return []

@@ -8,11 +8,11 @@ a report shows it. Plain Python: nothing here needs torch.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import ceil, isfinite, sqrt
-from random import Random
+from math import ceil, exp, isfinite, log, sqrt
 from statistics import fmean
 from typing import Literal
 
+from angular_lab.intervals import student_interval
 from angular_lab.paper import SPEEDRUN_MARGIN, SPEEDRUN_TARGET
 
 Curve = Sequence[tuple[float, float]]  # (tokens, cooled-down loss), by tokens
@@ -45,7 +45,7 @@ class Verdict:
 class SpeedUps:
     by_seed: dict[int, float]
     mean: float | None  # None without a seed
-    interval: tuple[float, float] | None
+    interval: tuple[float, float] | None  # None with less than two seeds
     missing: dict[int, str]  # why a seed has none
 
 
@@ -127,35 +127,13 @@ def verdict(a: Mapping[int, float], b: Mapping[int, float], threshold: float = 0
     return Verdict(outcome, reason, paired)
 
 
-def bootstrap_interval(
-    values: Sequence[float], confidence: float = 0.95, resamples: int = 10_000, seed: int = 0
-) -> tuple[float, float]:
-    """Percentile bootstrap of the mean; the same on every call.
-
-    Of two or three values it is little more than their range, and covers less than it says.
-    """
-    if not values:
-        raise ValueError("no values to resample: give at least one")
-    for value in values:
-        _check_finite("a value", value)
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence={confidence}: it must lie between 0 and 1, as 0.95 does")
-    if resamples < 1:
-        raise ValueError(f"resamples={resamples}: it must be at least 1")
-    dice = Random(seed)
-    means = sorted(fmean(dice.choices(values, k=len(values))) for _ in range(resamples))
-    # The smallest mean with a share of at least (1 - confidence) / 2 at or below it, and its mirror
-    # image; the rounding keeps 250.00000000000003 of 10,000 at 250.
-    rank = max(1, ceil(round((1 - confidence) / 2 * resamples, 6)))
-    return means[rank - 1], means[-rank]
-
-
 def speed_up_interval(
     ours_by_seed: Mapping[int, Curve],
     reference_by_seed: Mapping[int, Curve],
     confidence: float = 0.95,
 ) -> SpeedUps:
-    """The speed-up of every seed, and the bootstrap interval of their mean.
+    """The speed-up of every seed, their geometric mean, and Student's interval of it: of their
+    logarithms, because speed-ups multiply and none is below zero.
 
     Without the seeds that never reach the reference, the mean is too high: show `missing` with it.
     """
@@ -176,10 +154,12 @@ def speed_up_interval(
             missing[seed] = f"the reference ends at {reference[-1][1]:.4f}, our curve {how}"
         else:
             by_seed[seed] = ratio
-    ratios = list(by_seed.values())
-    if not ratios:
+    if not by_seed:
         return SpeedUps(by_seed, None, None, missing)
-    return SpeedUps(by_seed, fmean(ratios), bootstrap_interval(ratios, confidence), missing)
+    logs = [log(ratio) for ratio in by_seed.values()]
+    ends = student_interval(logs, confidence)
+    interval = None if ends is None else (exp(ends[0]), exp(ends[1]))
+    return SpeedUps(by_seed, exp(fmean(logs)), interval, missing)
 
 
 def speedrun_passes(losses: Sequence[float], target: float = SPEEDRUN_TARGET) -> SpeedrunResult:

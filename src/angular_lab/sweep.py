@@ -158,8 +158,8 @@ class Sweep:
         try:
             self.say(entry.folder.name)
             self.write()
-            if source := reuse(entry):
-                self.say(f"  as in {source.parent.name}/{source.name}")
+            if source := reuse(entry, self.device):
+                self.say(f"  as {source}")
             else:
                 run_entry(entry, run, self.device, self.until, self.models)
         except Preempted:

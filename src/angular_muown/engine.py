@@ -180,7 +180,8 @@ class Engine(torch.optim.Optimizer):
         group = self.param_groups[index]
         layout = Layout.of(group)
         rest = self._advance_fused(params, states, index, recipe)
-        leaves = [Leaf(p, self.state[p], layout) for p in rest]
+        known = dict(zip(map(id, params), states, strict=True)) if rest else {}
+        leaves = [Leaf(p, known[id(p)], layout) for p in rest]
         for leaf in leaves:
             leaf.state["step"] += 1
         for stack in stacks(leaves, recipe.rows, group):

@@ -38,13 +38,13 @@ def made_states(
     group: dict[str, Any],
     recipe: Recipe | None,
 ) -> dict[int, dict[str, Any]]:
-    """By the parameters' ids, with all that a step needs. Every step asks: each parameter is looked
-    up once, because a tensor's hash costs the host more than all the rest of it."""
+    """By the parameters' ids, with all that a step needs. Every step asks, and the hash of a tensor
+    costs the host more than all the rest of it."""
     wanted, master = {"step", *(recipe.rows if recipe else ())}, group["write_back"] == "master"
     states = {id(p): known[p] for p in params}
-    for p, state in zip(params, states.values(), strict=True):
-        if master or not wanted <= state.keys():
-            init_state(p, state, group, recipe)
+    for p in params:
+        if master or not wanted <= states[id(p)].keys():
+            init_state(p, states[id(p)], group, recipe)
     return states
 
 

@@ -1,5 +1,6 @@
 """Runs that a sweep beside this one has made: taken over where they are the same, only there."""
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -70,7 +71,11 @@ def test_the_folder_says_where_it_was_made(
     Sweep(_plan(data), runs / "second", device="cpu").run()
     (spec,) = (runs / "second").glob("*/spec.json")
     assert '"made_in": "first/angular-muown' in spec.read_text()
-    assert "as in first/angular-muown" in capsys.readouterr().err
+    assert "as first/angular-muown" in capsys.readouterr().err
+    make_report([runs / "second"], runs / "report")
+    (table,) = (runs / "report" / "tables").glob("*-runs.md")
+    assert "| as first/angular-muown" in table.read_text()
+    assert not list((runs / "report" / "tables").glob("*-pace.md")), "speeds of another sweep"
 
 
 def _with(key: str, **values: Any) -> Callable[[Spec], Spec]:
@@ -119,7 +124,7 @@ def _reused(runs: Path, data: Path, change: Callable[[Spec], Spec]) -> bool:
     plan = replace(plan, lines=(line,), horizons=(spec.steps,), seeds=(spec.seed,))
     (entry,) = Sweep(plan, runs / "second").pending()
     entry.folder.mkdir(parents=True)
-    found = reuse(entry) is not None
+    found = reuse(entry, "cpu") is not None
     assert entry.done is found
     return found
 
@@ -136,20 +141,76 @@ def test_other_tokens_make_another_run(runs: Path, data: Path, tmp_path: Path) -
     assert not _reused(runs, other, lambda spec: spec)
 
 
-@pytest.mark.parametrize("gone", ["DONE", "sweep.json", "trunk"])
+def test_tokens_that_cannot_be_told_apart(runs: Path, data: Path, tmp_path: Path) -> None:
+    """Shards without a manifest have no fingerprint."""
+    bare = tmp_path / "bare"
+    for path in runs.glob("*/*/spec.json"):
+        content = json.loads(path.read_text().replace(str(data), str(bare)))
+        path.write_text(json.dumps({**content, "data": ""}))
+    assert not _reused(runs, bare, lambda spec: spec)
+
+
+@pytest.mark.parametrize("key", ["torch", "device", "ranks", "angular_muown"])
+def test_what_would_round_in_another_way(runs: Path, data: Path, key: str) -> None:
+    for path in runs.glob("*/*/spec.json"):
+        content = json.loads(path.read_text())
+        content["versions"][key] = "another"
+        path.write_text(json.dumps(content))
+    assert not _reused(runs, data, lambda spec: spec)
+
+
+@pytest.mark.parametrize("gone", ["DONE", "sweep.json", "trunk", "the trunk's DONE"])
 def test_only_what_is_whole(runs: Path, data: Path, gone: str) -> None:
     (end,) = (path for path in (runs / "first").iterdir() if path.name.endswith("-to16"))
+    trunk = end.with_name(end.name.removesuffix("-to16"))
     if gone == "DONE":
         (end / "DONE").unlink()
     elif gone == "sweep.json":  # no sweep: a folder of somebody's own
         (runs / "first" / gone).unlink()
+    elif gone == "trunk":
+        shutil.rmtree(trunk)
     else:
-        shutil.rmtree(end.with_name(end.name.removesuffix("-to16")))
+        (trunk / "DONE").unlink()
     assert not _reused(runs, data, lambda spec: spec)
+
+
+@pytest.mark.parametrize("damage", ["{", '{"spec": {}}', "setting"])
+def test_a_damaged_neighbour_stops_nobody(
+    runs: Path, data: Path, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor one of a version with other settings."""
+    bad = runs / "a" / "bad"  # looked at before the good one
+    shutil.copytree(next((runs / "first").glob("*-to16")), bad)
+    shutil.copy(runs / "first" / "sweep.json", bad.parent)
+    text = (bad / "spec.json").read_text()
+    (bad / "spec.json").write_text(
+        text.replace('"seed"', '"saat"') if damage == "setting" else damage
+    )
+    assert _reused(runs, data, lambda spec: spec)
+    assert "a/bad is not looked at: " in capsys.readouterr().err
+
+
+def test_a_take_over_that_was_broken_off(
+    runs: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is made anew, or taken over anew, but never resumed as if it had begun here."""
+    finish = RunDir.finish
+    monkeypatch.setattr(RunDir, "finish", _no_space)
+    with pytest.raises(OSError, match="no space"):
+        Sweep(_plan(data), runs / "second", device="cpu").run()
+    monkeypatch.setattr(RunDir, "finish", finish)
+    shutil.rmtree(runs / "first")
+    Sweep(_plan(data), runs / "second", device="cpu").run()
+    (spec,) = (runs / "second").glob("*/spec.json")
+    assert "made_in" not in spec.read_text()
+
+
+def _no_space(_: RunDir) -> None:
+    raise OSError("no space left")
 
 
 def test_a_trunk_is_made_anew(runs: Path, data: Path) -> None:
     """Its cool-downs start from checkpoints, which are not taken over."""
     plan = replace(_plan(data), horizons=(8, 16))
     (entry,) = Sweep(plan, runs / "second").pending()
-    assert reuse(entry) is None
+    assert reuse(entry, "cpu") is None

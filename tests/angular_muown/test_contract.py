@@ -331,3 +331,14 @@ def test_an_average_of_the_last_weights_is_torchs_own(optimizer) -> None:
     train(model, opt, 1, start=6)
     for p, w in zip(model.parameters(), wanted, strict=True):
         assert 0 < (p - w).norm() < 0.3 * w.norm() + 0.1
+
+
+def test_a_parameter_that_a_group_lists_twice_is_stepped() -> None:
+    """torch warns of it when the group is made, and goes on."""
+    weight = torch.nn.Parameter(torch.randn(8, 4))
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        optimizer = AngularMuown([{"params": [weight, weight]}], lr=0.02)
+    before = weight.detach().clone()
+    weight.grad = torch.randn(8, 4)
+    optimizer.step()
+    assert not torch.equal(weight, before)
