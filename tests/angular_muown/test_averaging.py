@@ -228,6 +228,11 @@ def test_groups_of_their_own() -> None:
         close(params[0].detach(), history[0], 2, 1e-13)
         assert torch.equal(params[1], history[1][-1])
         close(params[2].detach(), history[2], 0.9, 1e-13)
+    optimizer.param_groups[2]["average"] = None  # it stands still from now on
+    run(optimizer, params, 1, start=5)
+    last = params[2].detach().clone()
+    with optimizer.averaged():
+        assert torch.equal(params[2], last)
 
 
 @pytest.mark.parametrize("window", [0.3, 3])
