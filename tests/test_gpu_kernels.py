@@ -140,14 +140,15 @@ def recorded(p: nn.Parameter, opt: AngularMuown) -> tuple[torch.cuda.CUDAGraph, 
 
 
 def test_a_training_step_recorded_by_the_user() -> None:
-    """Replayed, it follows the scheduler, kappa and Adam's counters, and equals steps without."""
+    """Replayed, it follows the scheduler, kappa, Adam's counters and the average's share, and
+    equals steps without."""
     torch.manual_seed(5)
     start = 0.02 * torch.randn(768, 512)
     inputs = [torch.randn(512, 8) for _ in range(5)]
     ends = []
     for use_graph in (True, False):
         p = nn.Parameter(start.cuda())
-        opt = AngularMuown([p], lr=0.05, capturable=True, decay_scale=1.0)
+        opt = AngularMuown([p], lr=0.05, capturable=True, decay_scale=1.0, average=0.5)
         schedule = torch.optim.lr_scheduler.LambdaLR(opt, lambda t: 1 / (1 + t))
         if use_graph:
             graph, x = recorded(p, opt)
@@ -165,7 +166,7 @@ def test_a_training_step_recorded_by_the_user() -> None:
                 opt.zero_grad()
             schedule.step()
         assert int(opt.param_groups[0]["step"]) == len(inputs) + 1
-        ends.append(p.detach().clone())
+        ends.append(torch.stack([p.detach(), opt.state[p]["average"]]))
     torch.testing.assert_close(*ends, rtol=1e-6, atol=1e-7)
 
 

@@ -11,20 +11,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from angular_muown import averaging
+
 
 class Averages:
     """Of a model's parameters, one for each window; `names` says what their losses are called.
 
-    a <- a + (w - a) / min(window, k) after the k-th step. Up to the window that is the plain mean
-    of the weights so far, then an exponential average with decay 1 - 1/window. The first step's
-    weight is 1, so nothing is left of the values before it: neither zeros, for which a fixed decay
-    needs a correction, nor the random initial weights, which it would forget only after some
-    windows.
+    a <- a + (w - a) averaging(window)(k) after the k-th step that they have seen, so a window is a
+    number of steps or a share of them. The first step's share is 1, so nothing is left of the
+    values before it: neither zeros, for which a fixed decay needs a correction, nor the random
+    initial weights, which it would forget only after some windows.
 
     Buffers are not averaged: the average is evaluated with those that the model has now.
     """
 
-    def __init__(self, model: nn.Module, names: Mapping[int, str]) -> None:
+    def __init__(self, model: nn.Module, names: Mapping[float, str]) -> None:
         self.model, self.names = model, names
         # With FSDP these are the shards. During a pass the model has others in their place.
         self.weights: dict[str, Tensor] = dict(model.named_parameters())
@@ -42,7 +43,8 @@ class Averages:
         for window, copies in self.copies.items():
             self.counts[window] += 1
             weights = [weight.float() for weight in _local(self.weights)]
-            torch._foreach_lerp_(_local(copies), weights, 1 / min(window, self.counts[window]))
+            share = averaging(window)(self.counts[window])
+            torch._foreach_lerp_(_local(copies), weights, share)
 
     def evaluate(self, validate: Callable[[], Mapping[str, float]]) -> dict[str, float]:
         """The validation loss of each average; those without a step yet are left out."""
@@ -54,7 +56,7 @@ class Averages:
         return losses
 
     @contextmanager
-    def swapped(self, window: int) -> Iterator[None]:
+    def swapped(self, window: float) -> Iterator[None]:
         """The model with an average in the place of its weights, which then come back, to the bit.
         Values are copied and addresses stay, because compiled and recorded passes rely on them."""
         self._reshard()

@@ -13,11 +13,12 @@ from angular_lab.statistics import verdict
 COOLED, UNCOOLED = "cooled down", "full rate"
 NOTE = (
     "Each run is its own partner: the validation loss of an average of its last weights, minus "
-    f"that of the weights. A window is the average's length in steps. “{UNCOOLED}” is the last "
-    "evaluation before the cool-down, which goes on to more tokens: these rows do not say whether "
-    "an average replaces it. All seeds count, because nothing was chosen between the two."
+    "that of the weights. A window is the average's length in steps or, below 1, as a share of the "
+    f"steps so far. “{UNCOOLED}” is the last evaluation before the cool-down, which goes on to "
+    "more tokens: these rows do not say whether an average replaces it. All seeds count, because "
+    "nothing was chosen between the two."
 )
-Key = tuple[str, str, float, str, int, int]  # line, axis, value, read-out, tokens, window
+Key = tuple[str, str, float, str, int, float]  # line, axis, value, read-out, tokens, window
 
 
 def average_table(sweep: SweepData) -> Table | None:

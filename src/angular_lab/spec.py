@@ -64,6 +64,20 @@ class ScheduleSpec:
     decay_steps: int = 0  # the same as a number of steps; 0: by share
 
 
+def _window(text: str) -> float:
+    """Steps as a whole number, which they have in names, else a share."""
+    return int(text) if text.strip().isdecimal() else float(text)
+
+
+def _is_window(text: str) -> bool:
+    """As the library's `averaging` takes them; it would bring torch along."""
+    try:
+        window = _window(text)
+    except ValueError:
+        return False
+    return window > 1 if isinstance(window, int) else 0 < window < 1
+
+
 @dataclass(frozen=True)
 class Spec:
     recipe: str = "custom"
@@ -80,7 +94,8 @@ class Spec:
     pins: str = ""  # comma-separated steps whose checkpoints always stay: branch points
     log_every: int = 10
     angle_every: int = 50  # 0: never
-    average: str = ""  # comma-separated windows in steps: evaluate averages of the weights as well
+    # comma-separated windows, in steps or below 1 as shares of them: evaluate averages as well
+    average: str = ""
     on_nan: str = "stop"  # stop, skip
     precision: str = "bf16"  # bf16 (autocast), fp32
     compile: bool = True
@@ -111,11 +126,11 @@ class Spec:
                 raise ValueError(f"{key}={getattr(self, key)}: it must be at least {low}")
         if not all(part.strip().isdigit() for part in self.pins.split(",") if part):
             raise ValueError(f"pins={self.pins}: write steps, separated by commas")
-        windows = [part.strip() for part in self.average.split(",") if part]
-        if not all(part.isdecimal() and int(part) > 1 for part in windows):
+        if not all(_is_window(part) for part in self.average.split(",") if part):
             raise ValueError(
-                f"average={self.average}: write windows of at least 2 steps, separated by commas; "
-                "a window of 1 would be the weights themselves"
+                f"average={self.average}: write windows of at least 2 steps, or shares of the "
+                "steps between 0 and 1, separated by commas; a window of 1 would be the weights "
+                "themselves"
             )
         if self.schedule.kind not in ("wsd", "cosine", "constant"):
             raise ValueError(
@@ -131,9 +146,9 @@ class Spec:
         return (*listed, start) if cooling and start > self.parent_step else listed
 
     @property
-    def averages(self) -> dict[int, str]:
+    def averages(self) -> dict[float, str]:
         """Windows of the averages, and what their losses are called in metrics.jsonl."""
-        windows = [int(part) for part in self.average.split(",") if part]
+        windows = [_window(part) for part in self.average.split(",") if part]
         return {window: f"val_loss_averaged_{window}" for window in windows}
 
     @property

@@ -5,7 +5,7 @@ from angular_muown.muons import Muon, NorMuon
 from angular_muown.optimizers import AngularMuown, Muown, NorMuown
 from angular_muown.plan import Plan, plan
 from angular_muown.rivals import Hyperball, MagnitudeDirection
-from angular_muown.schedules import cosine, inverse_polynomial, wsd
+from angular_muown.schedules import averaging, cosine, inverse_polynomial, wsd
 
 __version__ = "0.1.0"
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "NorMuon",
     "NorMuown",
     "Plan",
+    "averaging",
     "cosine",
     "inverse_polynomial",
     "plan",

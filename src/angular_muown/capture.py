@@ -27,7 +27,7 @@ def to_device(group: Group) -> None:
 
 
 # Settings of this process: a state dict from elsewhere does not change them.
-OWN = ("capturable", "workspace", "wire_dtype")
+OWN = ("capturable", "workspace", "wire_dtype", "average")
 
 
 def adapt(group: Group, own: Group, state: dict[Tensor, Any]) -> None:
@@ -42,6 +42,8 @@ def adapt(group: Group, own: Group, state: dict[Tensor, Any]) -> None:
         if p in state:
             device = p.device if group["capturable"] or fused else "cpu"
             state[p]["step"] = state[p]["step"].to(device)
+            if group["average"] is None:
+                state[p].pop("average", None)
 
 
 def is_recording() -> bool:
@@ -74,4 +76,9 @@ def check(groups: Sequence[Group], state: dict[Tensor, Any]) -> None:
             if p not in state:
                 raise RuntimeError(
                     f"parameter {name!r} has no state yet: take a step before recording one"
+                )
+            if group["average"] is not None and "average" not in state[p]:
+                raise RuntimeError(
+                    f"parameter {name!r} has no average yet, which a recorded step would begin "
+                    "anew each time: take a step before recording one"
                 )

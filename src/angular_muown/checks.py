@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from angular_muown.foreign import FSDP1, is_a, what_flattened
 from angular_muown.layout import VIEWS, Layout
+from angular_muown.schedules import WINDOWS, is_window
 from angular_muown.stages.orthogonalize import ORTHOGONALIZERS
 from angular_muown.stages.radius import RADII
 from angular_muown.stages.scale import SCALES
@@ -80,6 +81,7 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "maximize": _BOOL,
     "capturable": _BOOL,
     "workspace": (lambda x: _is_number(x) and x > 0, "a number > 0: 0.25 for a quarter"),
+    "average": (lambda x: x is None or is_window(x), f"None, {WINDOWS}"),
     "scale": _one_of(SCALES),
     "orthogonalize": _one_of((*ORTHOGONALIZERS, TANGENT)),
     "radius": _one_of(RADII),
@@ -92,6 +94,11 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "blocks": _CUT,
     "column_blocks": _CUT,
 }
+
+
+def check_no_model(params: Any, family: str) -> None:
+    if isinstance(params, nn.Module):
+        raise TypeError(f"{family} got a model: pass plan(model), which sorts its parameters")
 
 
 def check_keys(group: Mapping[str, Any], defaults: Mapping[str, Any], family: str) -> None:

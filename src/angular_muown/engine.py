@@ -5,14 +5,15 @@ no attributes of its own, because torch drops them on deepcopy and pickle.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # imports dynamo at the first call, not with us
 
-from angular_muown import adamw, capture, checks
-from angular_muown.groups import ENGINE_DEFAULTS, rates
+from angular_muown import adamw, average, capture, checks
+from angular_muown.groups import ENGINE_DEFAULTS, plainly, rates
 from angular_muown.kernels.dispatch import runs_on
 from angular_muown.layout import Layout
 from angular_muown.loading import load_keeping_dtypes
@@ -30,7 +31,6 @@ if TYPE_CHECKING:  # what takes time to import, and is imported where it is need
     from angular_muown.sharing import Exchanges
 
 States = list[dict[str, Any]]
-HOMES = tuple(f"angular_muown.{name}" for name in ("optimizers", "muons", "rivals"))  # of members
 
 
 def update(stack: Stack, recipe: Recipe, group: dict[str, Any]) -> Equation:
@@ -74,14 +74,12 @@ class Engine(torch.optim.Optimizer):
     observers: tuple[Observer, ...] = ()  # set on an instance by AngleMonitor, never saved
     fused: "FusedGroups | None" = None  # made at the first step on a GPU, never saved
     exchanges: "Exchanges | None" = None  # made at the first step, never saved
+    swapped: bool = False  # inside of averaged(), never saved
     process_group: Any = None
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self.process_group = checks.check_process_group(defaults.pop("process_group", None))
-        if isinstance(params, torch.nn.Module):
-            raise TypeError(
-                f"{type(self).__name__} got a model: pass plan(model), which sorts its parameters"
-            )
+        checks.check_no_model(params, type(self).__name__)
         super().__init__(params, {**ENGINE_DEFAULTS, **defaults})
 
     def recipe(self, group: dict[str, Any]) -> Recipe:
@@ -90,15 +88,9 @@ class Engine(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Checks everything before the group is added: an error leaves the optimizer as it was."""
-        # A copy, so that one plan can serve several optimizers. The member's name goes along, so
-        # that another's state is recognised; a subclass of the user's counts as its parent.
-        members = (kind.__name__ for kind in type(self).__mro__ if kind.__module__ in HOMES)
-        param_group = {**param_group, "family": next(members, type(self).__name__)}
         checks.check_keys(param_group, self.defaults, type(self).__name__)
+        param_group = plainly(param_group, self.defaults, type(self))
         group = {**self.defaults, **param_group}
-        if isinstance(group["state_dtype"], torch.dtype):  # a group holds names and numbers only
-            name = str(group["state_dtype"]).removeprefix("torch.")
-            group["state_dtype"] = param_group["state_dtype"] = name
         checks.check_values(group)
         param_group.setdefault("base_lr", float(group["lr"]))
         super().add_param_group(param_group)
@@ -120,6 +112,7 @@ class Engine(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of all groups; parameters without a gradient stay as they are."""
+        average.check_outside(self, "step()")
         with torch.enable_grad():
             loss = closure() if closure is not None else None
         self._advance()
@@ -137,6 +130,7 @@ class Engine(torch.optim.Optimizer):
         works = [work for some in shared for work in some]
         if works and not rehearsal:
             self._exchanges.check(works, observed=bool(self.observers))
+        stepped = []
         for index, (group, recipe) in enumerate(zip(groups, recipes, strict=True)):
             params = taking = active[index]
             if has_ranks():
@@ -148,9 +142,13 @@ class Engine(torch.optim.Optimizer):
                 self._advance_alone(params, [states[id(p)] for p in params], index, recipe)
             # A rank whose experts got no tokens counts as the others do.
             steps = active[index] or (any(active) and any(map(is_sharded, taking)))
-            group["step"] += bool(steps) and not rehearsal
+            if steps and not rehearsal:
+                group["step"] += 1
+                stepped.append(group)
         if works and not rehearsal:
             self._advance_shared(works)
+        for group in stepped:
+            average.update(group, self.state)
 
     def _advance_alone(
         self, params: list[Tensor], states: States, index: int, recipe: Recipe | None
@@ -214,15 +212,18 @@ class Engine(torch.optim.Optimizer):
         both = rates(group, torch.float32)
         return self.fused.advance(index, params, states, group, recipe, both, self.observers)
 
+    def averaged(self, model: torch.nn.Module | None = None) -> AbstractContextManager[None]:
+        """Inside, the parameters hold their averages; then the weights are back, to the bit. Where
+        parameters are spread over ranks, give the model."""
+        return average.swapped(self, model)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Like every torch optimizer, takes over the groups' values from the state dict; where
         that changes the method or kappa, a warning shows both values. State of another member,
         algorithm or cut is refused. State keeps the dtypes it was saved in."""
+        average.check_outside(self, "load_state_dict()")
         self.release()
-        own = [{key: group[key] for key in capture.OWN} for group in self.param_groups]
         load_keeping_dtypes(self, super().load_state_dict, state_dict)
-        for group, values in zip(self.param_groups, own, strict=True):
-            capture.adapt(group, values, self.state)
 
     def __getstate__(self) -> dict[str, Any]:
         """As torch's, which leaves out what is not saved; whom to share with stays the same."""

@@ -16,8 +16,24 @@ ENGINE_DEFAULTS: Group = {
     "step": 0,  # the group's steps so far: kappa's clock
     "capturable": False,
     "workspace": 0.25,
+    "average": None,
     "wire_dtype": None,
 }
+
+
+HOMES = tuple(f"angular_muown.{name}" for name in ("optimizers", "muons", "rivals"))  # of members
+
+
+def plainly(group: Group, defaults: Group, kind: type) -> Group:
+    """A copy, so that one plan can serve several optimizers, with names and numbers only. The
+    member's name goes along, so that another's state is recognised; a subclass of the user's counts
+    as its parent."""
+    members = (parent.__name__ for parent in kind.__mro__ if parent.__module__ in HOMES)
+    group = {**group, "family": next(members, kind.__name__)}
+    dtype = group.get("state_dtype", defaults["state_dtype"])
+    if isinstance(dtype, torch.dtype):
+        group["state_dtype"] = str(dtype).removeprefix("torch.")
+    return group
 
 
 def arguments(local_names: Group) -> Group:

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from angular_muown import capture
 from angular_muown.layout import Layout
 from angular_muown.placement import is_sharded, spread_like, whole
 
 StateDict = dict[str, Any]
-SHAPED_LIKE_WEIGHT = ("momentum_buffer", "master")
+SHAPED_LIKE_WEIGHT = ("momentum_buffer", "master", "average")
 # What gives the state its meaning: a state dict with other values belongs to other groups.
 MEANING = ("algorithm", "view", "transposed", "blocks", "column_blocks")
 # What makes it another method or another kappa: a caller would miss it, and the state fits both.
@@ -25,10 +26,12 @@ METHOD = (
 def load_keeping_dtypes(
     optimizer: Optimizer, load: Callable[[StateDict], None], state_dict: StateDict
 ) -> None:
-    """Run `load`, then give every state tensor the dtype it was saved in.
+    """Run `load`, then give every state tensor the dtype it was saved in, and every group the
+    settings of this process.
 
     torch casts float state to the parameter's dtype, which would make bf16 of a float32 momentum.
     """
+    own = [{key: group[key] for key in capture.OWN} for group in optimizer.param_groups]
     final: dict[str, Any] = {}
     surprises: list[str] = []
 
@@ -37,6 +40,7 @@ def load_keeping_dtypes(
         _check_meaning(optimizer, state_dict)
         _check_shapes(optimizer, state_dict)
         surprises.extend(_changed_values(optimizer, state_dict))
+        surprises.extend(_dropped_averages(optimizer, state_dict))
         final.update(state_dict)
 
     def restore(_: Optimizer) -> None:
@@ -58,6 +62,8 @@ def load_keeping_dtypes(
     finally:
         before.remove()
         after.remove()
+    for group, values in zip(optimizer.param_groups, own, strict=True):
+        capture.adapt(group, values, optimizer.state)
     for surprise in surprises:
         warnings.warn(surprise, stacklevel=3)
 
@@ -126,4 +132,17 @@ def _changed_values(optimizer: Optimizer, state_dict: StateDict) -> list[str]:
         for i, (group, saved) in enumerate(pairs)
         for key in METHOD
         if key in group and key in saved and group[key] != saved[key]
+    ]
+
+
+def _dropped_averages(optimizer: Optimizer, state_dict: StateDict) -> list[str]:
+    """A group that keeps no average would not move one either: it would be out of date."""
+    pairs = zip(optimizer.param_groups, state_dict["param_groups"], strict=False)
+    return [
+        f"group {i}: the state dict has averages of the weights, which are left out, because "
+        f"average=None here; to go on with them, set average={saved.get('average')!r} when the "
+        "optimizer is made"
+        for i, (group, saved) in enumerate(pairs)
+        if group["average"] is None
+        and any("average" in state_dict["state"].get(key, {}) for key in saved["params"])
     ]

@@ -37,6 +37,7 @@ class Muon(Engine):
         write_back: str = "stochastic",
         capturable: bool = False,
         workspace: float = 0.25,
+        average: float | None = None,
         process_group: Any = None,
         wire_dtype: str | None = None,
     ) -> None:
@@ -74,6 +75,7 @@ class NorMuon(Engine):
         write_back: str = "stochastic",
         capturable: bool = False,
         workspace: float = 0.25,
+        average: float | None = None,
         process_group: Any = None,
         wire_dtype: str | None = None,
     ) -> None:

@@ -20,6 +20,9 @@ Arguments that all members share:
     workspace: what a step may take beside parameters, gradients and state, as a fraction of the
         matrices' size: the kernels' work buffer, the eager step's copies (of at least 2^24 elements
         at a time, however small the fraction), matrices that are on their way between ranks.
+    average: keep an average of the last weights in the state, for `with optimizer.averaged():`. A
+        share of the steps (0.1: about the last tenth) or a number of them, as `averaging` says;
+        None keeps none. 4 bytes per parameter; no weight changes by it.
     process_group: ranks that hold copies of plain parameters (DDP) and share the work; None is the
         default group (on a GPU: every rank by itself), False is every rank by itself. Parameters
         that are DTensors (FSDP2, tensor parallel) bring their ranks along.
@@ -100,6 +103,7 @@ class AngularMuown(Engine):
         write_back: str = "stochastic",
         capturable: bool = False,
         workspace: float = 0.25,
+        average: float | None = None,
         process_group: Any = None,
         wire_dtype: str | None = None,
     ) -> None:
@@ -158,6 +162,7 @@ class Muown(Engine):
         write_back: str = "stochastic",
         capturable: bool = False,
         workspace: float = 0.25,
+        average: float | None = None,
         process_group: Any = None,
         wire_dtype: str | None = None,
     ) -> None:
@@ -190,6 +195,7 @@ class NorMuown(Engine):
         write_back: str = "stochastic",
         capturable: bool = False,
         workspace: float = 0.25,
+        average: float | None = None,
         process_group: Any = None,
         wire_dtype: str | None = None,
     ) -> None:

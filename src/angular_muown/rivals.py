@@ -48,6 +48,7 @@ class Hyperball(Engine):
         write_back: str = "stochastic",
         capturable: bool = False,
         workspace: float = 0.25,
+        average: float | None = None,
         process_group: Any = None,
         wire_dtype: str | None = None,
     ) -> None:
@@ -93,6 +94,7 @@ class MagnitudeDirection(Engine):
         write_back: str = "stochastic",
         capturable: bool = False,
         workspace: float = 0.25,
+        average: float | None = None,
         process_group: Any = None,
         wire_dtype: str | None = None,
     ) -> None:

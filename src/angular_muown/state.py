@@ -41,6 +41,8 @@ def made_states(
     """By the parameters' ids, with all that a step needs. Every step asks, and the hash of a tensor
     costs the host more than all the rest of it."""
     wanted, master = {"step", *(recipe.rows if recipe else ())}, group["write_back"] == "master"
+    if group["average"] is not None:
+        wanted.add("average")
     states = {id(p): known[p] for p in params}
     for p in params:
         if master or not wanted <= states[id(p)].keys():
@@ -52,10 +54,20 @@ def init_state(
     p: Tensor, state: dict[str, Any], group: dict[str, Any], recipe: Recipe | None
 ) -> None:
     """Add what is missing. `recipe` is None for AdamW's parameters."""
+    compute = torch.promote_types(p.dtype, torch.float32)
     if recipe is None:
         adamw.init_state(p, group, state)
-        return
-    compute = torch.promote_types(p.dtype, torch.float32)
+    else:
+        _init_matrices(p, state, group, recipe, compute)
+    if group["average"] is not None and "average" not in state:
+        # The weights before the step: the share of the first step leaves nothing of them, and for
+        # one whose gradient comes later they are what there was at every step before.
+        state["average"] = zeros_like(p, compute).copy_(state.get("master", p))
+
+
+def _init_matrices(
+    p: Tensor, state: dict[str, Any], group: dict[str, Any], recipe: Recipe, compute: torch.dtype
+) -> None:
     if "step" not in state:
         # float32 on the host: a bf16 counter stops at 256, one on the device costs a sync
         device = p.device if group["capturable"] else "cpu"

@@ -14,20 +14,24 @@ from torch import Tensor, nn
 from angular_lab import build, checkpoint
 from angular_lab.average import Averages
 from angular_lab.evaluate import evaluate
+from angular_lab.overrides import override
 from angular_lab.rundir import RunDir
 from angular_lab.runs import branch_spec, train, trunk_spec
 from angular_lab.spec import Spec
 from angular_lab.sweep_entries import decisive
 from angular_lab.trainer import Trainer
+from angular_muown import AngularMuown, plan
 from tests.angular_lab.runs import lines, tiny
 
-WINDOWS = "3,8"  # of 12 steps: one forgets, one is a plain mean for most of the time
+# Of 12 steps: one forgets, one is a plain mean for most of the time, one is a share of them.
+WINDOWS = "3,8,0.3"
 NAMES = Spec(average=WINDOWS).averages
 
 
-def by_hand(history: list[Tensor], window: int) -> Tensor:
+def by_hand(history: list[Tensor], window: float) -> Tensor:
     """What every step's weights count for, multiplied out, in float64."""
-    shares = [1 / min(window, k) for k in range(1, len(history) + 1)]
+    ages = range(1, len(history) + 1)
+    shares = [min(1, 1 / (window * k)) if window < 1 else 1 / min(window, k) for k in ages]
     counts = [share * prod(1 - s for s in shares[k + 1 :]) for k, share in enumerate(shares)]
     assert sum(counts) == pytest.approx(1.0)  # nothing is left of what was before
     return sum((c * w.double() for c, w in zip(counts, history, strict=True)), torch.zeros(()))
@@ -38,8 +42,8 @@ def parsed(out: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [2, 7, 100])
-def test_it_is_a_mean_that_begins_to_forget(window: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("window", [2, 7, 100, 0.1, 0.5])
+def test_it_is_a_mean_that_begins_to_forget(window: float, dtype: torch.dtype) -> None:
     model = nn.Linear(5, 3).to(dtype)
     averages = Averages(model, {window: "loss"})
     history: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
@@ -91,10 +95,41 @@ def test_an_average_of_nothing_is_left_out() -> None:
     assert averages.evaluate(lambda: {"val_loss": 1.0}) == {"four": 1.0}
 
 
-@pytest.mark.parametrize("average", ["1", "0", "8,1", "-3", "2.5", "half", "3;4"])
+@pytest.mark.parametrize("window", [2, 5, 0.1, 0.4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_the_optimizers_own_to_the_bit(window: float, dtype: torch.dtype) -> None:
+    """And for steps what the share 1 / min(window, k) gives, which kept runs were made with."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).to(dtype)
+    averages = Averages(model, {window: "loss"})
+    optimizer = AngularMuown(plan(model, head="1.weight"), lr=0.05, average=window)
+    plain = {name: p.detach().float() for name, p in model.named_parameters()}
+    for k in range(1, 13):
+        model(torch.randn(6, 5, dtype=dtype)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        averages.update()
+        for name, p in model.named_parameters():
+            assert torch.equal(averages.copies[window][name], optimizer.state[p]["average"]), name
+            if window >= 2:
+                plain[name] = plain[name].lerp(p.detach().float(), 1 / min(window, k))
+                assert torch.equal(averages.copies[window][name], plain[name]), name
+
+
+WRONG = ["1", "0", "8,1", "-3", "2.5", "half", "3;4", "1.0", "0.0", "-0.1", "3,nan", "549.0"]
+
+
+@pytest.mark.parametrize("average", WRONG)
 def test_windows_that_make_no_sense(average: str) -> None:
     with pytest.raises(ValueError, match=f"average={average}: write windows of at least 2 steps"):
         Spec(average=average)
+
+
+def test_windows_are_named_as_they_are() -> None:
+    spec = override(Spec(), ["average=0.1, 549,.05,1234567"])
+    names = ("0.1", "549", "0.05", "1234567")
+    assert list(spec.averages.values()) == [f"val_loss_averaged_{name}" for name in names]
+    assert list(spec.averages) == [0.1, 549, 0.05, 1234567]
 
 
 def test_training_does_not_notice(data: Path, tmp_path: Path) -> None:

@@ -118,6 +118,18 @@ def test_a_run_without_a_trunk(tmp_path: Path, kind: str, places: set[Any]) -> N
     assert len(rows) == 2 * len(places)
 
 
+def test_windows_are_shown_as_they_are(tmp_path: Path) -> None:
+    root = tmp_path / "sweep"
+    write(root / "a", replace(BASE, average="0.1,549"), {200: (3.0, 2.5, 2.75)})
+    sweep(root, [{"value": 1e-2, "seed": 0, "folders": {"200": "a"}}], [200])
+    rows = table(root, tmp_path / "report")
+    assert [(row["window"], float(row["average"])) for row in rows] == [("0.1", 2.5), ("549", 2.75)]
+    assert all(
+        f">{window}</td>" in (tmp_path / "report" / "index.html").read_text()
+        for window in ("0.1", "549")
+    )
+
+
 def test_no_table_without_averages(tmp_path: Path) -> None:
     root = tmp_path / "sweep"
     write(root / "a", replace(BASE, average=""), {200: (3.0,)})

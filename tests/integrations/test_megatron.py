@@ -199,6 +199,8 @@ def test_errors_say_what_to_do() -> None:
         optimizer.step()
     with pytest.raises(ValueError, match="state of rows only; leave it at False"):
         MegatronAngularMuown([nn.Parameter(torch.randn(4, 4))], column_gains=True)
+    with pytest.raises(ValueError, match=r"average=0\.1: .*copies of the weights .*at None"):
+        MegatronAngularMuown([nn.Parameter(torch.randn(4, 4))], average=0.1)
     model = nn.Linear(4, 4)
     optimizer = MegatronAngularMuown([model.weight])
     AngleMonitor(model, optimizer)

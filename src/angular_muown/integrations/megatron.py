@@ -72,6 +72,12 @@ class MegatronAngularMuown(AngularMuown):
                 "column_gains=True: the parts of a Megatron weight and its torch_dist checkpoints "
                 "have places for the state of rows only; leave it at False"
             )
+        if self.param_groups[index]["average"] is not None:
+            raise ValueError(
+                f"average={self.param_groups[index]['average']!r}: Megatron's models have copies "
+                "of the weights that are stepped here, and averaged() would not reach those; leave "
+                "it at None"
+            )
         if self.param_groups[index]["params"]:
             super()._check_parameters(index)
 
