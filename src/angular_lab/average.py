@@ -69,6 +69,10 @@ class Averages:
             self._reshard()
             torch._foreach_copy_(weights, kept)
 
+    def put(self, window: float) -> None:
+        """An average in the place of the weights, for good."""
+        torch._foreach_copy_(_local(self.weights), _local(self.copies[window]))
+
     def _reshard(self) -> None:
         """After a forward pass FSDP keeps the outermost weights gathered for the backward pass. The
         next forward pass would take these for the shards' values, which are other ones by then."""

@@ -18,6 +18,7 @@ from angular_lab.recipes import RECIPES, recipe
 from angular_lab.spec import Spec
 
 BAD_INPUT, NOT_FINITE = 2, 3
+AVERAGE = "an average that the run keeps, instead of its weights"
 
 
 def default_folder(spec: Spec) -> Path:
@@ -81,7 +82,7 @@ def sample(arguments: argparse.Namespace) -> None:
     from angular_lab.runs import data_folder
     from angular_lab.sample import generate, load_run, tokenizer_of
 
-    model = load_run(arguments.run)
+    model = load_run(arguments.run, average=arguments.average)
     spec = RunDir(arguments.run).read_spec()
     tokenizer = tokenizer_of(data_folder(spec, Ranks(0, 1, next(model.parameters()).device)))
     given = given_of(arguments, "length", "temperature", "seed")
@@ -93,7 +94,8 @@ def export(arguments: argparse.Namespace) -> None:
     from angular_lab.rundir import RunDir
     from angular_lab.sample import load_run
 
-    write(load_run(arguments.run), RunDir(arguments.run).read_spec().model, arguments.out)
+    model = load_run(arguments.run, average=arguments.average)
+    write(model, RunDir(arguments.run).read_spec().model, arguments.out)
     print(arguments.out)
 
 
@@ -139,8 +141,10 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--length", type=int)
     sub.add_argument("--temperature", type=float)
     sub.add_argument("--seed", type=int)
+    sub.add_argument("--average", type=float, help=AVERAGE)
     sub = add("export", export, "weights in the layout of Hugging Face transformers", "run")
     sub.add_argument("--out", type=Path, required=True)
+    sub.add_argument("--average", type=float, help=AVERAGE)
     sub = add("export-speedrun", speedrun, "one script for the speedrun's optimization track")
     sub.add_argument("--out", type=Path, required=True)
     _add_prepare(add("prepare", prepare, "text to token shards"))

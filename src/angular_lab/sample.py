@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from angular_lab import checkpoint
+from angular_lab.average import Averages
 from angular_lab.models import LanguageModel, build_model
 from angular_lab.prepare import TOKENIZER
 from angular_lab.ranks import Ranks
@@ -40,16 +41,27 @@ def generate(
     return tokenizer.decode(ids[1:])
 
 
-def load_run(path: Path, device: str = "cpu") -> LanguageModel:
-    """The model of a run at its newest checkpoint."""
+def load_run(path: Path, device: str = "cpu", average: float | None = None) -> LanguageModel:
+    """The model of a run at its newest checkpoint; with `average`, that average of its weights."""
     run = RunDir(path)
     spec = run.read_spec()
     saved = checkpoint.steps(run.checkpoints)
     if not saved:
         raise ValueError(f"{path} has no checkpoint yet")
+    names = {window: name for window, name in spec.averages.items() if window == average}
+    if average is not None and not names:
+        kept = ", ".join(map(str, spec.averages)) or "none"
+        raise ValueError(
+            f"average={average:g}: {path} keeps {kept}; a run keeps those that it is started with, "
+            f"as average={average:g}"
+        )
     model = build_model(spec.model).to(device)
     ranks = Ranks(0, 1, torch.device(device))
-    checkpoint.load(checkpoint.step_folder(run.checkpoints, saved[-1]), model, None, ranks)
+    averages = Averages(model, names)
+    folder = checkpoint.step_folder(run.checkpoints, saved[-1])
+    checkpoint.load(folder, model, None, ranks, averages)
+    for window in names:
+        averages.put(window)
     return model
 
 

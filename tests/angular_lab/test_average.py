@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -13,10 +14,14 @@ from torch import Tensor, nn
 
 from angular_lab import build, checkpoint
 from angular_lab.average import Averages
+from angular_lab.cli import main
 from angular_lab.evaluate import evaluate
 from angular_lab.overrides import override
+from angular_lab.ranks import Ranks
 from angular_lab.rundir import RunDir
 from angular_lab.runs import branch_spec, train, trunk_spec
+from angular_lab.sample import load_run
+from angular_lab.shards import Tokens
 from angular_lab.spec import Spec
 from angular_lab.sweep_entries import decisive
 from angular_lab.trainer import Trainer
@@ -274,3 +279,27 @@ def test_a_batch_that_is_left_out_is_no_step(
     monkeypatch.setattr(Trainer, "save", look)
     train(tiny(data, on_nan="skip", average="3"), tmp_path / "run")
     assert seen == [(4, {3: 4}), (8, {3: 7}), (9, {3: 8}), (12, {3: 11})]
+
+
+@pytest.mark.parametrize("window", [0.5, 3.0])
+def test_a_runs_average_can_be_taken_from_its_checkpoint(
+    data: Path, tmp_path: Path, window: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its loss is the one that was logged; and the commands reach it."""
+    spec, run = tiny(data, average="0.5,3", precision="fp32"), tmp_path / "run"
+    train(spec, run)
+    tokens = Tokens(data, "val", spec.model.sequence, spec.model.vocabulary)
+    ranks, autocast = Ranks(0, 1, torch.device("cpu")), nullcontext()
+    last, found = parsed(run)[-1], {}
+    for average, name in ((None, "val_loss"), (window, f"val_loss_averaged_{window:g}")):
+        model = load_run(run, average=average)
+        found[name] = evaluate(model, tokens, 8, 4, ranks, autocast)["val_loss"]
+        assert found[name] == pytest.approx(last[name], abs=2e-6)
+    assert len(set(found.values())) == 2
+    texts = []
+    for words in ([], ["--average", str(window)]):
+        assert main(["export", str(run), "--out", str(tmp_path / f"out{len(words)}"), *words]) == 0
+        texts.append((tmp_path / f"out{len(words)}" / "model.safetensors").read_bytes())
+    assert texts[0] != texts[1]
+    assert main(["sample", str(run), "def", "--average", "7"]) == 2
+    assert "keeps 0.5, 3; a run keeps those that it is started with" in capsys.readouterr().err
