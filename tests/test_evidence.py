@@ -163,6 +163,8 @@ def test_leads_in_words(report: Path, losses: Losses) -> None:
     worse = [float(loss) - published for loss in final.values()]
     span = f"{min(worse):.3f} to {max(worse):.3f}"
     assert f"The three that are there are above the method as published, by {span}" in page
+    log = (ROOT / "docs" / "log.md").read_text()
+    assert all(f"{float(loss):.4f}" in log for loss in final.values())
     averages = {
         (row["read out"], row["window"]): (float(row["weights"]), float(row["average"]))
         for row in cells(report, "leads-s-average")

@@ -10,7 +10,7 @@ from typing import Any
 
 from angular_lab.experiments import EXPERIMENTS
 from angular_lab.plots import save_png
-from angular_lab.report_average import average_table
+from angular_lab.report_average import average_tables
 from angular_lab.report_claims import Ruling, claims_table, pair_table, rulings
 from angular_lab.report_cooldowns import cooldown_tables, longer_share
 from angular_lab.report_figures import sweep_figures
@@ -135,7 +135,7 @@ def _sweep_section(sweep: SweepData) -> Section:
     if speeds is None and sweep.experiment != "width" and len(sweep.lines) > 1:
         words.append(_no_speed_up(sweep))
     tables += [speeds, pace_table(sweep), pair_table(sweep), *cooldown_tables(sweep)]
-    tables.append(average_table(sweep))
+    tables += average_tables(sweep)
     if sweep.experiment == "speedrun":
         tables.append(speedrun_table(sweep))
     return Section(

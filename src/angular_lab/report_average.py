@@ -1,11 +1,13 @@
 """Averages of the weights against the weights, in the same runs."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from statistics import fmean
 from typing import Any
 
+from angular_lab.report_claims import pair_table
 from angular_lab.report_results import key_of
 from angular_lab.report_runs import Run
+from angular_lab.report_speed import speed_table
 from angular_lab.report_sweeps import Member, SweepData, short
 from angular_lab.report_tables import Mark, Row, Table, loss, seeds_form, tokens_form
 from angular_lab.statistics import verdict
@@ -19,6 +21,30 @@ NOTE = (
     "nothing was chosen between the two."
 )
 Key = tuple[str, str, float, str, int, float]  # line, axis, value, read-out, tokens, window
+
+
+def average_tables(sweep: SweepData) -> list[Table]:
+    found = [
+        average_table(sweep),
+        _by_window(sweep, pair_table, "pairs-averaged", "Line against line, by averages"),
+        _by_window(sweep, speed_table, "speed-up-averaged", "Speed-up by averages"),
+    ]
+    return [table for table in found if table is not None]
+
+
+def _by_window(
+    sweep: SweepData, make: Callable[[SweepData], Table | None], name: str, title: str
+) -> Table | None:
+    """A table as it were if the losses of the averages were those of the weights."""
+    windows = {w: None for m in sweep.members for run in m.runs for w in run.spec.averages}
+    made = {window: make(sweep.read_from(window)) for window in windows}
+    rows = [{"window": w, **row} for w, table in made.items() if table for row in table.rows]
+    note = (
+        "As the table of the weights' losses, but both lines are read out from an average of their "
+        "last weights, at the value that the weights' losses chose. No window was chosen: all that "
+        "were evaluated are here."
+    )
+    return Table(key_of(sweep, name), f"{title} of the last weights", rows, note) if rows else None
 
 
 def average_table(sweep: SweepData) -> Table | None:

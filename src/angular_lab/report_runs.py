@@ -6,7 +6,7 @@ Training stops at a broken file; a report must not, or one bad line would cost t
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 from statistics import median
@@ -66,6 +66,14 @@ class Run:
         if not self.done or self.diverged or last is None or last[0] != planned:
             return None
         return last
+
+    def read_from(self, window: float) -> "Run":
+        """As if the loss of this average were that of the weights."""
+        name = self.spec.averages.get(window, "")
+        lines = [{k: v for k, v in line.items() if k != "val_loss"} for line in self.metrics]
+        pairs = zip(lines, self.metrics, strict=True)
+        swapped = ({**x, "val_loss": y[name]} if name in y else x for x, y in pairs)
+        return replace(self, metrics=tuple(swapped))
 
     @property
     def speed(self) -> float | None:

@@ -31,6 +31,10 @@ class Member:
         """As if the longer cool-down were its only end."""
         return replace(self, ends={horizon: self.longer} if self.longer else {}, longer=None)
 
+    def read_from(self, window: float) -> "Member":
+        ends = {horizon: run.read_from(window) for horizon, run in self.ends.items()}
+        return replace(self, ends=ends)
+
     def lacks_longer(self, horizon: int) -> bool:
         """It was to have one, and that has neither an end nor a reason for none."""
         if not self.plans_longer or (self.longer is not None and self.longer.diverged):
@@ -110,6 +114,11 @@ class SweepData:
         last = self.horizons[-1]
         members = [member.cooled_longer(last) for member in self.members]
         return replace(self, horizons=[last], members=members)
+
+    def read_from(self, window: float) -> "SweepData":
+        """The sweep with the losses of an average in the place of the weights', each line at the
+        value that was chosen without it."""
+        return replace(self, members=[member.read_from(window) for member in self.members])
 
     def first_losses(self, label: str) -> dict[float, float]:
         """Losses at the last horizon by value: what the first seed chooses from."""

@@ -135,3 +135,43 @@ def test_no_table_without_averages(tmp_path: Path) -> None:
     write(root / "a", replace(BASE, average=""), {200: (3.0,)})
     sweep(root, [{"value": 1e-2, "seed": 0, "folders": {"200": "a"}}], [200])
     assert table(root, tmp_path / "report") == []
+
+
+def test_lines_are_compared_by_their_averages_too(tmp_path: Path) -> None:
+    """By the weights ours is 0.1 behind, by the averages over 2 steps 0.3 ahead, and where the
+    other's average was not evaluated there is nothing to compare."""
+    root, entries = tmp_path / "sweep", []
+    for seed in (0, 1):
+        for label, (weights, two, share) in (
+            ("angular_muown", (3.1, 2.5, 2.4)),
+            ("adamw", (3.0, 2.8, 2.9)),
+        ):
+            for end, more in ((100, 1.0), (200, 0.0)):
+                losses = tuple(x + more + 0.01 * seed for x in (weights, two, share))
+                average = "2,0.5" if label == "angular_muown" else "2"
+                spec = replace(BASE, steps=end, seed=seed, average=average)
+                kept = losses[: 1 + len(spec.averages)]
+                write(root / f"{label}{seed}-to{end}", spec, {end: kept})
+            folders = {str(end): f"{label}{seed}-to{end}" for end in (100, 200)}
+            entries.append({"label": label, "value": 0.02, "seed": seed, "folders": folders})
+    sweep(root, entries, [100, 200])
+    content = json.loads((root / "sweep.json").read_text())
+    content["lines"].append("adamw")
+    (root / "sweep.json").write_text(json.dumps(content))
+    table(root, tmp_path / "report")
+
+    def rows(name: str) -> list[dict[str, str]]:
+        (path,) = (tmp_path / "report").rglob(f"*-{name}.csv")
+        return list(csv.DictReader(path.read_text().splitlines()))
+
+    by_weights = {row["tokens"]: row for row in rows("pairs")}
+    assert float(by_weights["200000.0"]["mean difference"]) == pytest.approx(0.1)
+    found = {(row["window"], row["tokens"]): row for row in rows("pairs-averaged")}
+    assert float(found["2", "200000.0"]["mean difference"]) == pytest.approx(-0.3)
+    assert found["2", "200000.0"]["verdict"] == "holds"
+    assert not found["0.5", "200000.0"]["mean difference"]
+    (faster, nothing) = rows("speed-up-averaged")
+    # 2.8 lies 0.7 of the way from 3.5 to 2.5, of a doubling of tokens
+    assert float(faster["in tokens"]) == pytest.approx(2**0.3)
+    assert nothing["window"] == "0.5"
+    assert "cannot be computed" in nothing["in tokens"]
