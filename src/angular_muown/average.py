@@ -73,7 +73,7 @@ def check_outside(keeper: Keeper, what: str) -> None:
 
 
 @contextmanager
-def swapped(keeper: Keeper, model: nn.Module | None) -> Iterator[None]:
+def in_place_of_weights(keeper: Keeper, model: nn.Module | None) -> Iterator[None]:
     """Averages in the place of the weights, which come back to the bit. Values are copied and
     addresses stay, because compiled models and recorded graphs rely on them."""
     check_outside(keeper, "averaged()")

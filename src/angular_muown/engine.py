@@ -215,7 +215,7 @@ class Engine(torch.optim.Optimizer):
     def averaged(self, model: torch.nn.Module | None = None) -> AbstractContextManager[None]:
         """Inside, the parameters hold their averages; then the weights are back, to the bit. Where
         parameters are spread over ranks, give the model."""
-        return average.swapped(self, model)
+        return average.in_place_of_weights(self, model)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Like every torch optimizer, takes over the groups' values from the state dict; where
