@@ -153,7 +153,7 @@ def average(scale: str) -> Experiment:
     is a trunk, read out where its cool-downs start, and whole runs can be set against those of
     half the tokens."""
     horizons = HORIZONS[scale][1], HORIZONS[scale][-1]
-    spec = replace(base(scale), average="0.03,0.1,0.2,0.4")  # of the steps so far
+    spec = replace(base(scale), average="0.1,0.2,0.4")  # of the steps so far
     lines = tuple(
         Line(name, trained_by(spec, name), (held(scale, name),))
         for name in ("angular_muown", "normuon", "adamw")

@@ -3,6 +3,7 @@
 import os
 import platform
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +28,25 @@ def test_the_command(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """With processes as a user gets them."""
+    """With processes as a user gets them, for two experiments."""
     plan = small(data, horizons=(4,))
-    monkeypatch.setitem(EXPERIMENTS, "small", lambda _: plan)
-    words = ["sweep", "small", "--out", str(tmp_path), "--device", "cpu"]
+    plans = {"small": plan, "other": replace(plan, name="other", lines=plan.lines[1:], seeds=(7,))}
+    for name, value in plans.items():
+        monkeypatch.setitem(EXPERIMENTS, name, lambda _, value=value: value)
+    monkeypatch.chdir(tmp_path)
+    words = ["sweep", *plans, "--device", "cpu"]
     assert main([*words, "--processes", "2"]) == 0
     shown = capfd.readouterr()
     assert "2 workers; what they print is in" in shown.err
-    for entry in Sweep(plan, tmp_path).entries:
+    roots = {name: Path("runs") / f"{name}-nano" for name in plans}
+    entries = [entry for name in plans for entry in Sweep(plans[name], roots[name]).entries]
+    assert len(entries) == 7
+    for entry in entries:
         assert entry.done
         assert shown.err.count(f": {entry.folder.name}\n") == 1
     assert "worker 0: " in shown.err
+    told = [line for line in shown.out.splitlines() if line.startswith("runs/")]
+    assert told == list(map(str, roots.values()))
     assert "adamw                          best 0.004" in shown.out
     assert main([*words, "--processes", "0"]) == 2
     assert "--processes 0: it must be at least 1" in capfd.readouterr().err

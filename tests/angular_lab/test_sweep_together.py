@@ -10,11 +10,9 @@ from angular_lab import sweep_entries
 from angular_lab.build import Models
 from angular_lab.cli import main
 from angular_lab.experiment_plan import Experiment
-from angular_lab.experiments import EXPERIMENTS
 from angular_lab.preemption import Preempted
 from angular_lab.rundir import RunDir
 from angular_lab.sweep import Sweep, run_together
-from tests.angular_lab.runs import LIMIT
 from tests.angular_lab.sweeps import small
 
 
@@ -89,22 +87,6 @@ def test_what_failed_in_one_is_tried_in_the_other(
     assert [len(sweep.pending()) for sweep in sweeps] == [1, 0]
 
 
-@pytest.mark.timeout(LIMIT)
-def test_the_command(
-    plans: tuple[Experiment, Experiment],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for plan in plans:
-        monkeypatch.setitem(EXPERIMENTS, plan.name, lambda _, plan=plan: plan)
-    words = ["sweep", "first", "second", "--device", "cpu"]
-    assert main([*words, "--out", "x"]) == 2
-    assert "--out x for 2 experiments: each has a folder of its own" in capfd.readouterr().err
-    assert main([*words, "--processes", "2"]) == 0
-    roots = [Path("runs/first-nano"), Path("runs/second-nano")]
-    done = [e.done for p, r in zip(plans, roots, strict=True) for e in Sweep(p, r).entries]
-    assert done == [True] * 4
-    out = capfd.readouterr().out.splitlines()
-    assert [line for line in out if line.startswith("runs/")] == list(map(str, roots))
+def test_one_folder_is_not_for_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", "teaser", "aux-lr", "--out", str(tmp_path / "x")]) == 2
+    assert "for 2 experiments: each has a folder of its own" in capsys.readouterr().err
