@@ -40,9 +40,9 @@ class Averages:
 
     def update(self) -> None:
         """After a step of the optimizer. One launch for a window; nothing waits for the device."""
+        weights = [weight.float() for weight in _local(self.weights)] if self.copies else []
         for window, copies in self.copies.items():
             self.counts[window] += 1
-            weights = [weight.float() for weight in _local(self.weights)]
             share = averaging(window)(self.counts[window])
             torch._foreach_lerp_(_local(copies), weights, share)
 

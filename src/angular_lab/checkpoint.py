@@ -9,6 +9,7 @@ import os
 import pickle
 import shutil
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +118,11 @@ def load(
         content["optimizer"] = state
     reader, planner = SafeReader(path), SafePlanner()
     try:
+        saved = reader.read_metadata().state_dict_metadata
+        if optimizer is not None:
+            _leave_out_new_settings(state, saved)
         if averages is not None:
-            content["average"] = _averages_in(reader, averages)
+            content["average"] = _averages_in(saved, averages)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(content, storage_reader=reader, planner=planner, no_dist=ranks.world == 1)
@@ -135,9 +139,18 @@ def load(
     return content["counters"]
 
 
-def _averages_in(reader: "SafeReader", averages: Averages) -> dict[str, Any]:
+def _leave_out_new_settings(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Settings of groups that a checkpoint of an earlier version does not have: torch would ask for
+    them, and without them they stay the constructor's."""
+    for i, group in enumerate(state["param_groups"]):
+        for key in [*group]:
+            name = f"optimizer.param_groups.{i}.{key}"
+            if not any(known == name or known.startswith(f"{name}.") for known in saved):
+                del group[key]
+
+
+def _averages_in(saved: Mapping[str, Any], averages: Averages) -> dict[str, Any]:
     """Those that the checkpoint has. Where a branch asks for others than its parent, they begin."""
-    saved = reader.read_metadata().state_dict_metadata
     windows = averages.state().items()
     return {window: part for window, part in windows if f"average.{window}.count" in saved}
 

@@ -47,8 +47,8 @@ def sweep(arguments: argparse.Namespace) -> None:
         run_together(sweeps, budget, arguments.extend)
     else:
         run_in_processes(sweeps, arguments.processes, budget, arguments.extend)
-    for sweep in sweeps:
-        _tell(sweep)
+    for made in sweeps:
+        _tell(made)
 
 
 def _tell(sweep: "Sweep") -> None:

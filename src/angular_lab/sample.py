@@ -52,8 +52,7 @@ def load_run(path: Path, device: str = "cpu", average: float | None = None) -> L
     if average is not None and not names:
         kept = ", ".join(map(str, spec.averages)) or "none"
         raise ValueError(
-            f"average={average:g}: {path} keeps {kept}; a run keeps those that it is started with, "
-            f"as average={average:g}"
+            f"average={average}: {path} keeps {kept}; a run keeps those that it is started with"
         )
     model = build_model(spec.model).to(device)
     ranks = Ranks(0, 1, torch.device(device))

@@ -55,6 +55,7 @@ class Sweep:
         self.models = Models()
         self.marks: Path | None = None  # where processes that share the work note what failed
         self.say: Callable[[str], None] = _say
+        self.named = False  # beside others: it says whose run it makes
 
     def run(self, budget: float = inf, extend: int = 0) -> None:
         run_together([self], budget, extend)
@@ -156,7 +157,7 @@ class Sweep:
 
     def _make(self, entry: Entry, run: RunDir) -> None:
         try:
-            self.say(entry.folder.name)
+            self.say(f"{self.root.name}/" * self.named + entry.folder.name)
             self.write()
             if source := reuse(entry, self.device):
                 self.say(f"  as {source}")
@@ -186,7 +187,7 @@ def run_together(sweeps: Sequence[Sweep], budget: float = inf, extend: int = 0) 
     processes make are waited for once nothing else is left, of any sweep."""
     until, models, waiting = time.monotonic() + budget, sweeps[0].models, False
     for sweep in sweeps:
-        sweep.models = models
+        sweep.models, sweep.named = models, len(sweeps) > 1
         sweep.begin(until, extend)
     with Sigterm(signal.SIGINT) as stop:
         while left := [(sweep, entries) for sweep in sweeps if (entries := sweep.left())]:

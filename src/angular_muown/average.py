@@ -6,40 +6,59 @@ begins with the weights that it finds is said where it is made, in `state`.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from angular_muown.groups import Group
 from angular_muown.placement import is_sharded, local
+from angular_muown.rounding import healed
 from angular_muown.schedules import averaging
 
-State = dict[str, Any]
+States = Mapping[Tensor, dict[str, Any]]
 Pairs = list[tuple[Tensor, Tensor]]
 ROOM = 2**24  # elements of 16-bit weights that are read as float32 at a time
+# Parameters that hold their averages now, by id. Not a mark on the optimizer: frameworks wrap it,
+# and a step through the wrapper would not see the mark of the wrapped one.
+_swapped: set[int] = set()
 
 
-def update(group: Group, known: Mapping[Tensor, State]) -> None:
-    """a <- a + (w - a) share(k) for all of a group, after its k-th step: also for parameters that
-    had no gradient in it. Those that never had one have no average; it would be their weights."""
-    if group["average"] is None:
-        return
+def update(groups: Sequence[Group], known: States) -> None:
+    """After a step. A group in which nothing had a gradient is at its weights for one more step."""
+    for group in groups:
+        if group["average"] is not None:
+            group["averaged"] += 1
+            _move(group, known)
+        elif isinstance(group["averaged"], Tensor) or group["averaged"]:  # switched off since
+            group["averaged"] = 0
+            for p in group["params"]:
+                known.get(p, {}).pop("average", None)
+
+
+def _move(group: Group, known: States) -> None:
+    """a <- a + (w - a) share(k) for all of a group, at the k-th step that its averages see: also
+    for parameters that had no gradient in it. Those that never had one have no average; it would
+    be their weights."""
     states = [(p, known.get(p, {})) for p in group["params"]]
-    pairs = [
-        (local(state["average"]), local(state.get("master", p)).detach())
-        for p, state in states
-        if "average" in state
-    ]
-    share = averaging(group["average"])(group["step"])
-    for some in _within(ROOM, pairs):
+    pairs = [(local(state["average"]), p, state) for p, state in states if "average" in state]
+    share = averaging(group["average"])(group["averaged"])
+    for some in _within(ROOM, ((a, _weight(p, state)) for a, p, state in pairs)):
         averages = [a for a, _ in some]
         weights = [w.to(a.dtype) for a, w in some]
         if isinstance(share, Tensor):  # foreach takes no one tensor for all
+            shares = {dtype: share.to(dtype) for dtype in {a.dtype for a in averages}}
             for a, w in zip(averages, weights, strict=True):
-                a.lerp_(w, share.to(a.dtype))
+                a.lerp_(w, shares[a.dtype])
+        elif share == 1:  # whatever a was, also what is not finite
+            torch._foreach_copy_(averages, weights)
         else:
             torch._foreach_lerp_(averages, weights, share)
+
+
+def _weight(p: Tensor, state: dict[str, Any]) -> Tensor:
+    p = local(p).detach()
+    return healed(local(state["master"]), p) if "master" in state else p
 
 
 def _within(room: int, pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Pairs]:
@@ -56,16 +75,8 @@ def _within(room: int, pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Pairs
         yield some
 
 
-class Keeper(Protocol):
-    """Of an optimizer, what is needed here."""
-
-    swapped: bool
-    param_groups: list[Group]
-    state: Any  # Mapping[Tensor, State]
-
-
-def check_outside(keeper: Keeper, what: str) -> None:
-    if keeper.swapped:
+def check_outside(groups: Sequence[Group], what: str) -> None:
+    if _swapped and any(id(p) in _swapped for group in groups for p in group["params"]):
         raise RuntimeError(
             f"{what} inside of averaged(), where the parameters hold averages and the weights wait "
             "to come back: leave the with block first"
@@ -73,12 +84,15 @@ def check_outside(keeper: Keeper, what: str) -> None:
 
 
 @contextmanager
-def in_place_of_weights(keeper: Keeper, model: nn.Module | None) -> Iterator[None]:
+def in_place_of_weights(
+    groups: Sequence[Group], known: States, model: nn.Module | None
+) -> Iterator[None]:
     """Averages in the place of the weights, which come back to the bit. Values are copied and
     addresses stay, because compiled models and recorded graphs rely on them."""
-    check_outside(keeper, "averaged()")
-    groups = [group for group in keeper.param_groups if group["average"] is not None]
-    states = [(p, keeper.state.get(p, {})) for group in groups for p in group["params"]]
+    check_outside(groups, "averaged()")
+    begun = (g for g in groups if g["average"] is not None and int(g["averaged"]))
+    own = [p for group in begun for p in group["params"]]
+    states = [(p, known.get(p, {})) for p in own]
     found = [(p, state["average"]) for p, state in states if "average" in state]
     if not found:
         raise RuntimeError(
@@ -86,18 +100,23 @@ def in_place_of_weights(keeper: Keeper, model: nn.Module | None) -> Iterator[Non
             "last tenth of the steps), and take a step first"
         )
     sharded = [p for p, _ in found if is_sharded(p)]
-    _reshard(model, sharded)
+    _reshard(model, sharded)  # before that, a model's parameters may be others than the optimizer's
     _check_model(model, sharded)
-    weights = [local(p.detach()) for p, _ in found]
-    copies = [weight.clone() for weight in weights]
+    copies = [local(p.detach()).clone() for p, _ in found]
+    marks = {id(p) for p, _ in found}
     try:
-        keeper.swapped = True
-        torch._foreach_copy_(weights, [local(a) for _, a in found])
+        _swapped.update(marks)
+        _put([p for p, _ in found], [local(a) for _, a in found])
         yield
     finally:
-        keeper.swapped = False
+        _swapped.difference_update(marks)
         _reshard(model, sharded)
-        torch._foreach_copy_(weights, copies)
+        _put([p for p, _ in found], copies)
+
+
+def _put(params: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Where they lie now: somebody may have cast or moved the model inside."""
+    torch._foreach_copy_([local(p.detach()) for p in params], list(values))
 
 
 def _reshard(model: nn.Module | None, sharded: Sequence[Tensor]) -> None:

@@ -22,8 +22,12 @@ def to_device(group: Group) -> None:
     if not group["capturable"] or not group["params"]:
         return
     device = group["params"][0].device
-    for key, dtype in (("lr", torch.float32), ("step", torch.int64)):
+    for key, dtype in (("lr", torch.float32), *((key, torch.int64) for key in _clocks(group))):
         group[key] = torch.as_tensor(group[key]).detach().to(device, dtype, copy=True).reshape(())
+
+
+def _clocks(group: Group) -> tuple[str, ...]:
+    return ("step",) if group["average"] is None else ("step", "averaged")
 
 
 # Settings of this process: a state dict from elsewhere does not change them.
@@ -35,7 +39,10 @@ def adapt(group: Group, own: Group, state: dict[Tensor, Any]) -> None:
     was_capturable = group["capturable"]
     group.update(own)
     if was_capturable and not group["capturable"]:
-        group["lr"], group["step"] = float(group["lr"]), int(group["step"])
+        group["lr"] = float(group["lr"])
+        group["step"], group["averaged"] = int(group["step"]), int(group["averaged"])
+    if group["average"] is None:
+        group["averaged"] = 0
     to_device(group)
     fused = group["algorithm"] == "adamw" and group.get("fused")
     for p in group["params"]:
@@ -58,7 +65,7 @@ def check(groups: Sequence[Group], state: dict[Tensor, Any]) -> None:
                 f"group {index} has capturable=False, so a recorded step would keep this step's "
                 "learning rate and kappa: make the optimizer with capturable=True"
             )
-        for key in ("lr", "step"):
+        for key in ("lr", *_clocks(group)):
             device = group["params"][0].device
             if not isinstance(group[key], Tensor) or group[key].device != device:
                 raise RuntimeError(

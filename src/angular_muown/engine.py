@@ -74,7 +74,6 @@ class Engine(torch.optim.Optimizer):
     observers: tuple[Observer, ...] = ()  # set on an instance by AngleMonitor, never saved
     fused: "FusedGroups | None" = None  # made at the first step on a GPU, never saved
     exchanges: "Exchanges | None" = None  # made at the first step, never saved
-    swapped: bool = False  # inside of averaged(), never saved
     process_group: Any = None
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
@@ -112,7 +111,7 @@ class Engine(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of all groups; parameters without a gradient stay as they are."""
-        average.check_outside(self, "step()")
+        average.check_outside(self.param_groups, "step()")
         with torch.enable_grad():
             loss = closure() if closure is not None else None
         self._advance()
@@ -130,7 +129,7 @@ class Engine(torch.optim.Optimizer):
         works = [work for some in shared for work in some]
         if works and not rehearsal:
             self._exchanges.check(works, observed=bool(self.observers))
-        stepped = []
+        moved = False
         for index, (group, recipe) in enumerate(zip(groups, recipes, strict=True)):
             params = taking = active[index]
             if has_ranks():
@@ -144,11 +143,11 @@ class Engine(torch.optim.Optimizer):
             steps = active[index] or (any(active) and any(map(is_sharded, taking)))
             if steps and not rehearsal:
                 group["step"] += 1
-                stepped.append(group)
+                moved = True
         if works and not rehearsal:
             self._advance_shared(works)
-        for group in stepped:
-            average.update(group, self.state)
+        if moved:
+            average.update(groups, self.state)
 
     def _advance_alone(
         self, params: list[Tensor], states: States, index: int, recipe: Recipe | None
@@ -215,13 +214,13 @@ class Engine(torch.optim.Optimizer):
     def averaged(self, model: torch.nn.Module | None = None) -> AbstractContextManager[None]:
         """Inside, the parameters hold their averages; then the weights are back, to the bit. Where
         parameters are spread over ranks, give the model."""
-        return average.in_place_of_weights(self, model)
+        return average.in_place_of_weights(self.param_groups, self.state, model)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Like every torch optimizer, takes over the groups' values from the state dict; where
         that changes the method or kappa, a warning shows both values. State of another member,
         algorithm or cut is refused. State keeps the dtypes it was saved in."""
-        average.check_outside(self, "load_state_dict()")
+        average.check_outside(self.param_groups, "load_state_dict()")
         self.release()
         load_keeping_dtypes(self, super().load_state_dict, state_dict)
 

@@ -17,6 +17,7 @@ ENGINE_DEFAULTS: Group = {
     "capturable": False,
     "workspace": 0.25,
     "average": None,
+    "averaged": 0,  # steps that the averages have seen
     "wire_dtype": None,
 }
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from angular_muown.groups import Group, seed
 from angular_muown.layout import Layout
 from angular_muown.placement import local, local_gradient
-from angular_muown.rounding import DROPPED_BITS, round_stochastically
+from angular_muown.rounding import DROPPED_BITS, healed, round_stochastically
 from angular_muown.stages.charts import Rows
 from angular_muown.stages.sums import WHOLE, Whole
 
@@ -139,9 +139,7 @@ class Leaf:
         self.momentum = local(self.state["momentum_buffer"])
         if "master" in self.state:
             master = local(self.state["master"])
-            # Where the weight is not its master's rounding, somebody changed it: the weight wins.
-            healed = torch.where(master.to(p.dtype) == p, master, p.to(master.dtype))
-            self.working = healed.contiguous()  # it would take over the weight's strides
+            self.working = healed(master, p).contiguous()  # it would take over the weight's strides
         elif self.layout.view == "matrix" or p.is_contiguous():
             self.working = p
         else:  # such as a channels_last convolution: matrices of it are no views

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -43,8 +44,12 @@ def test_the_command(
     assert len(entries) == 7
     for entry in entries:
         assert entry.done
-        assert shown.err.count(f": {entry.folder.name}\n") == 1
+        assert shown.err.count(f": {entry.folder.parent.name}/{entry.folder.name}\n") == 1
     assert "worker 0: " in shown.err
+    assert main([*words, "--processes", "2"]) == 0, "nothing is left"
+    shutil.rmtree(roots["other"])  # the first is done: the second is made all the same
+    assert main([*words, "--processes", "2", "--budget", "0.001s"]) == 75
+    assert f"{roots['other']} is unfinished" in capfd.readouterr().err
     told = [line for line in shown.out.splitlines() if line.startswith("runs/")]
     assert told == list(map(str, roots.values()))
     assert "adamw                          best 0.004" in shown.out

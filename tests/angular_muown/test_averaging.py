@@ -228,11 +228,77 @@ def test_groups_of_their_own() -> None:
         close(params[0].detach(), history[0], 2, 1e-13)
         assert torch.equal(params[1], history[1][-1])
         close(params[2].detach(), history[2], 0.9, 1e-13)
-    optimizer.param_groups[2]["average"] = None  # it stands still from now on
+    optimizer.param_groups[2]["average"] = None  # it would stand still from now on
     run(optimizer, params, 1, start=5)
     last = params[2].detach().clone()
     with optimizer.averaged():
         assert torch.equal(params[2], last)
+    optimizer.param_groups[2]["average"] = 5
+    seen = []
+    for t in (6, 7):  # as a new one
+        run(optimizer, params, 1, start=t)
+        seen.append(params[2].detach().clone())
+    close(optimizer.state[params[2]]["average"], seen, 5, 1e-13)
+
+
+def test_a_group_that_is_frozen_counts_as_it_is() -> None:
+    """At every step of the optimizer, as the weights that a model has do."""
+    still, moving = parameter(4, 6, seed=1), parameter(4, 6, seed=2)
+    optimizer = AngularMuown([{"params": [still]}, {"params": [moving]}], lr=0.05, average=0.3)
+    history = []
+    for t in range(12):
+        still.grad = noise(4, 6, seed=t) if t < 5 else None
+        moving.grad = noise(4, 6, seed=50 + t)
+        optimizer.step()
+        history.append(still.detach().clone())
+    assert optimizer.param_groups[0]["step"] == 5, "kappa's clock stands"
+    close(optimizer.state[still]["average"], history, 0.3, 1e-13)
+    for p in (still, moving):
+        p.grad = None
+    before = optimizer.state[moving]["average"].clone()
+    optimizer.step()  # which is none
+    assert torch.equal(optimizer.state[moving]["average"], before)
+
+
+def test_what_is_not_finite_is_left_behind_by_a_new_beginning() -> None:
+    p = parameter(4, 6)
+    optimizer = AngularMuown([p], lr=0.05, average=0.3)
+    kept = p.detach().clone()
+    p.grad = torch.full_like(p, torch.nan)
+    optimizer.step()
+    assert optimizer.state[p]["average"].isnan().any()
+    optimizer.state[p].pop("momentum_buffer")
+    optimizer.state.clear()
+    with torch.no_grad():
+        p.copy_(kept)
+    run(optimizer, [p], 1, start=1)
+    assert optimizer.param_groups[0]["averaged"] == 2  # the share is still 1
+    assert torch.equal(optimizer.state[p]["average"], p)
+
+
+def test_a_weight_that_was_changed_beside_its_master() -> None:
+    """The weight wins, as it does in a step."""
+    edited, other = (parameter(4, 6, seed=i, dtype=torch.bfloat16) for i in range(2))
+    optimizer = AngularMuown([edited, other], lr=0.02, write_back="master", average=2)
+    run(optimizer, [edited, other], 2)
+    with torch.no_grad():
+        edited.fill_(1.0)
+    edited.grad = None
+    for t in range(40):
+        other.grad = noise(4, 6, seed=t).bfloat16()
+        optimizer.step()
+    torch.testing.assert_close(optimizer.state[edited]["average"], torch.ones(4, 6))
+
+
+def test_a_model_that_is_cast_inside() -> None:
+    """To save it in another dtype, say. It stays so, and gets its own weights back."""
+    model, optimizer = make(3)
+    train(model, optimizer, range(3))
+    before = [p.detach().clone() for p in model.parameters()]
+    with optimizer.averaged():
+        model.double()
+    for p, weight in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, weight.double())
 
 
 @pytest.mark.parametrize("window", [0.3, 3])

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from angular_muown import AngularMuown, averaging
+from angular_muown import AngularMuown, average, averaging
 from angular_muown.engine import Engine
 from tests.angular_muown.sharded import whole
 from tests.angular_muown.test_averaging import make, train
@@ -87,23 +87,23 @@ def test_a_look_at_a_fresh_optimizer_changes_nothing() -> None:
 
 @pytest.mark.parametrize("older", [False, True])
 def test_an_average_that_the_state_has_not_begins(older: bool) -> None:
-    """With the weights that were loaded, and goes on by the clock that was."""
+    """As a new one: its first step leaves nothing of what was before, whatever the clock says."""
     model, optimizer = make(None)
     train(model, optimizer, range(6))
     saved = through_a_file(optimizer.state_dict())
     if older:
         for group in saved["param_groups"]:
-            del group["average"]
+            del group["average"], group["averaged"]
     other, fresh = make(WINDOW)
     other.load_state_dict(model.state_dict())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fresh.load_state_dict(saved)
     assert all(group["average"] == WINDOW for group in fresh.param_groups)
-    wanted = {name: p.detach().clone() for name, p in other.named_parameters()}
-    for k in (7, 8):
-        for name, [weight] in train(other, fresh, range(k - 1, k)).items():
-            wanted[name].lerp_(weight, averaging(WINDOW)(k))
+    wanted = {name: torch.zeros_like(p) for name, p in other.named_parameters()}
+    for k in (1, 2, 3, 4):
+        for name, [weight] in train(other, fresh, range(k + 5, k + 6)).items():
+            wanted[name] = weight if k == 1 else wanted[name].lerp(weight, averaging(WINDOW)(k))
         assert_equal(averages(fresh), wanted)
 
 
@@ -193,7 +193,7 @@ def _check_refusals(net: Any, optimizer: Engine) -> None:
         pass
     with pytest.raises(ValueError, match=r"a Linear that lacks \d of the 6 parameters"), partial:
         pass
-    assert not optimizer.swapped
+    assert not average._swapped
 
 
 @pytest.mark.parametrize(("world", "ways"), [(2, ("ddp", "fsdp")), (4, ("fsdp x tp",))])
@@ -223,6 +223,31 @@ def loaded(way: str, folder: str) -> Outcome:
     set_state_dict(net, optimizer, model_state_dict=weights, optim_state_dict=state)
     losses = go_on(net, model, optimizer, range(3, 5))
     return averages(optimizer), losses
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process loads alone
+def test_a_checkpoint_without_averages(tmp_path: Path) -> None:
+    """torch wants every key; and where it is told not to, the averages begin with the next step,
+    not with the initial weights that stood there when the keys were made."""
+    model, optimizer = make(None)
+    train(model, optimizer, range(6))
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    for group in states["optimizer"]["param_groups"]:  # as before there were any
+        del group["average"], group["averaged"]
+    dcp.save(states, checkpoint_id=tmp_path)
+    other, fresh = make(WINDOW)
+    weights, state = get_state_dict(other, fresh)
+    found = {"model": weights, "optimizer": state}
+    with pytest.raises(dcp.api.CheckpointException, match="Missing key"):
+        dcp.load(found, checkpoint_id=tmp_path)
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(found, checkpoint_id=tmp_path, planner=planner)
+    set_state_dict(other, fresh, model_state_dict=weights, optim_state_dict=state)
+    assert fresh.param_groups[0]["step"] == 6
+    with pytest.raises(RuntimeError, match="no average"), fresh.averaged():
+        pass
+    history = train(other, fresh, range(6, 7))
+    assert_equal(averages(fresh), {name: weight for name, [weight] in history.items()})
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process loads alone

@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric import Fabric
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -111,3 +112,23 @@ def test_the_monitor_takes_its_hooks_off(tmp_path: Path, fails: bool) -> None:
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
     assert callback.logs == []
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_an_average_through_fabrics_wrapper(inner: bool) -> None:
+    """It reaches the weights, and no step goes through by the other of the two."""
+    fabric = Fabric(accelerator="cpu", devices=1)
+    made = nn.Linear(8, 8, bias=False)
+    own = AngularMuown(made.parameters(), lr=0.02, average=0.5)
+    model, wrapped = fabric.setup(made, own)
+    for _ in range(4):
+        fabric.backward(model(torch.randn(4, 8)).square().mean())
+        wrapped.step()
+    outer, other = (own, wrapped) if inner else (wrapped, own)
+    before = made.weight.detach().clone()
+    with outer.averaged():
+        assert torch.equal(made.weight, own.state[made.weight]["average"])
+        assert not torch.equal(made.weight, before)
+        with pytest.raises(RuntimeError, match=r"step\(\) inside of averaged"):
+            other.step()
+    assert torch.equal(made.weight, before)
