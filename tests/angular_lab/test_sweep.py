@@ -138,7 +138,7 @@ def test_the_budget_stops_it_and_nothing_is_done_twice(data: Path, tmp_path: Pat
     stops = 0
     for _ in range(200):
         try:
-            Sweep(plan, tmp_path / "pieces", device="cpu").run(budget=0.15)
+            Sweep(plan, tmp_path / "pieces", device="cpu").run(budget=0.5)
             break
         except Preempted:
             stops += 1
