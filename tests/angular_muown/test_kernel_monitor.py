@@ -57,7 +57,9 @@ def train(
     return net, monitor.read() if monitor else {}
 
 
-@pytest.mark.parametrize(("optimizer", "workspace"), [(AngularMuown, 1e-9), (Muon, 10.0)])
+@pytest.mark.parametrize(
+    ("optimizer", "workspace"), [(AngularMuown, 1e-9), (AngularMuown, 10.0), (Muon, 1.0)]
+)
 def test_a_watched_step_is_the_same_to_the_bit(optimizer: Member, workspace: float) -> None:
     plain, _ = train(optimizer, True, False, workspace)
     watched, values = train(optimizer, True, True, workspace)
