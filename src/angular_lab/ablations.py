@@ -60,14 +60,16 @@ def split_qkv(scale: str) -> Experiment:
     return Experiment("split-qkv", scale, title, lines, HORIZONS[scale][:1], SEEDS[scale])
 
 
+CLOSEST = ("angular_muown", "normuon")  # of the comparison
+
+
 def closest(scale: str) -> Experiment:
     """AngularMuown and the line that came closest to it, at the longest horizon, on two seeds more.
     All seeds judge: the one that chose the rates is not among them."""
     last = max(SEEDS[scale])
     seeds = (*SEEDS[scale][1:], last + 1, last + 2)
     lines = tuple(
-        Line(name, trained_by(base(scale), name), (held(scale, name),))
-        for name in ("angular_muown", "normuon")
+        Line(name, trained_by(base(scale), name), (held(scale, name),)) for name in CLOSEST
     )
     title = "The closest pair, on more seeds"
     return Experiment("closest", scale, title, lines, HORIZONS[scale][-1:], seeds)
@@ -85,10 +87,7 @@ def larger(scale: str) -> Experiment:
         spec = replace(spec, model=replace(spec.model, **sizes))
     else:
         spec = replace(spec, model=replace(spec.model, layers=6))
-    lines = tuple(
-        Line(name, trained_by(spec, name), (held(scale, name),))
-        for name in ("angular_muown", "normuon")
-    )
+    lines = tuple(Line(name, trained_by(spec, name), (held(scale, name),)) for name in CLOSEST)
     return Experiment("larger", scale, "A larger model", lines, (steps,), SEEDS[scale][:1])
 
 
@@ -155,8 +154,7 @@ def average(scale: str) -> Experiment:
     horizons = HORIZONS[scale][1], HORIZONS[scale][-1]
     spec = replace(base(scale), average="0.1,0.2,0.4")  # of the steps so far
     lines = tuple(
-        Line(name, trained_by(spec, name), (held(scale, name),))
-        for name in ("angular_muown", "normuon", "adamw")
+        Line(name, trained_by(spec, name), (held(scale, name),)) for name in (*CLOSEST, "adamw")
     )
     title = "Read-out from an average of the last weights"
     return Experiment("average", scale, title, lines, horizons, SEEDS[scale])

@@ -36,7 +36,8 @@ def _by_window(
     sweep: SweepData, make: Callable[[SweepData], Table | None], name: str, title: str
 ) -> Table | None:
     """A table as it were if the losses of the averages were those of the weights."""
-    windows = {w: None for m in sweep.members for run in m.runs for w in run.spec.averages}
+    kept = (run.spec.averages for member in sweep.members for run in member.runs)
+    windows = dict.fromkeys(window for averages in kept for window in averages)
     made = {window: make(sweep.read_from(window)) for window in windows}
     rows = [{"window": w, **row} for w, table in made.items() if table for row in table.rows]
     note = (

@@ -12,11 +12,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from angular_lab.rundir import SPEC, RunDir
+from angular_lab.rundir import DIVERGED, SPEC, SWEEP, RunDir
 from angular_lab.spec import Spec
 
-SWEEP = "sweep.json"
-DIVERGED = "DIVERGED"  # as sweep.py writes it, which imports torch and so cannot be asked
 Lines = tuple[dict[str, Any], ...]
 
 

@@ -21,6 +21,8 @@ from typing import IO, Any
 from angular_lab.spec import Spec
 
 SPEC = "spec.json"
+DIVERGED = "DIVERGED"  # in the folder of a sweep's run that broke down
+SWEEP = "sweep.json"  # in the folder of a sweep: which run is what
 
 
 class RunDir:

@@ -20,9 +20,9 @@ from typing import Any
 from angular_lab.build import Models
 from angular_lab.experiment_plan import Experiment, Line
 from angular_lab.preemption import Preempted, Sigterm
-from angular_lab.rundir import RunDir, alone, write_atomically
+from angular_lab.rundir import SWEEP, RunDir, alone, write_atomically
 from angular_lab.statistics import BestRate, best_rate
-from angular_lab.sweep_entries import MANIFEST, Entry, make_entry, run_entry
+from angular_lab.sweep_entries import Entry, make_entry, run_entry
 from angular_lab.sweep_reuse import reuse
 
 FAILED = ".failed"
@@ -55,7 +55,6 @@ class Sweep:
         self.models = Models()
         self.marks: Path | None = None  # where processes that share the work note what failed
         self.say: Callable[[str], None] = _say
-        self.named = False  # beside others: it says whose run it makes
 
     def run(self, budget: float = inf, extend: int = 0) -> None:
         run_together([self], budget, extend)
@@ -116,9 +115,9 @@ class Sweep:
     def write(self) -> None:
         """The manifest. What it says is read under the lock, so that the last writer is right."""
         self.root.mkdir(parents=True, exist_ok=True)
-        with alone(self.root / f"{MANIFEST}.lock"):
+        with alone(self.root / f"{SWEEP}.lock"):
             content = json.dumps(self._content(), indent=1)
-            write_atomically(self.root / MANIFEST, content + "\n")
+            write_atomically(self.root / SWEEP, content + "\n")
 
     def _content(self) -> dict[str, Any]:
         experiment = self.experiment
@@ -157,7 +156,7 @@ class Sweep:
 
     def _make(self, entry: Entry, run: RunDir) -> None:
         try:
-            self.say(f"{self.root.name}/" * self.named + entry.folder.name)
+            self.say(f"{self.root.name}/{entry.folder.name}")
             self.write()
             if source := reuse(entry, self.device):
                 self.say(f"  as {source}")
@@ -187,7 +186,7 @@ def run_together(sweeps: Sequence[Sweep], budget: float = inf, extend: int = 0) 
     processes make are waited for once nothing else is left, of any sweep."""
     until, models, waiting = time.monotonic() + budget, sweeps[0].models, False
     for sweep in sweeps:
-        sweep.models, sweep.named = models, len(sweeps) > 1
+        sweep.models = models
         sweep.begin(until, extend)
     with Sigterm(signal.SIGINT) as stop:
         while left := [(sweep, entries) for sweep in sweeps if (entries := sweep.left())]:

@@ -14,12 +14,10 @@ from angular_lab.build import Models
 from angular_lab.experiment_plan import Experiment, Line
 from angular_lab.health import NotFinite
 from angular_lab.overrides import keys, override
-from angular_lab.rundir import RunDir, write_atomically
+from angular_lab.rundir import DIVERGED, RunDir, write_atomically
 from angular_lab.runs import branch_spec, train, trunk_spec
 from angular_lab.spec import Spec
 
-MANIFEST = "sweep.json"
-DIVERGED = "DIVERGED"
 # What may differ between an entry and its finished folders: what trunks and cool-downs set
 # themselves (the name holds the horizons), and what no loss depends on. A new setting counts.
 FREE = {

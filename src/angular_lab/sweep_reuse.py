@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from angular_lab.ranks import start_ranks
-from angular_lab.rundir import SPEC, RunDir, parse_lines, write_atomically
+from angular_lab.rundir import SPEC, SWEEP, RunDir, parse_lines, write_atomically
 from angular_lab.runs import data_place, fingerprint, versions
 from angular_lab.spec import Spec
-from angular_lab.sweep_entries import COMPARED, MANIFEST, Entry
+from angular_lab.sweep_entries import COMPARED, Entry
 
 WATCHED = ("log_every", "eval_every", "angle_every")
 MADE = (*WATCHED, "recipe", "micro_batch", "compile", "deterministic", "parallel")  # as it was
@@ -59,11 +59,7 @@ def _finished(root: Path) -> Iterator[RunDir]:
     """In the sweeps beside this one."""
     for done in sorted(root.resolve().parent.glob("*/*/DONE")):
         sweep = done.parent.parent
-        if (
-            sweep != root.resolve()
-            and (sweep / MANIFEST).exists()
-            and (done.parent / SPEC).exists()
-        ):
+        if sweep != root.resolve() and (sweep / SWEEP).exists() and (done.parent / SPEC).exists():
             yield RunDir(done.parent)
 
 

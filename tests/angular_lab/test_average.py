@@ -25,7 +25,7 @@ from angular_lab.shards import Tokens
 from angular_lab.spec import Spec
 from angular_lab.sweep_entries import decisive
 from angular_lab.trainer import Trainer
-from angular_muown import AngularMuown, plan
+from angular_muown import AngularMuown, averaging, plan
 from tests.angular_lab.runs import lines, tiny
 
 # Of 12 steps: one forgets, one is a plain mean for most of the time, one is a share of them.
@@ -128,6 +128,21 @@ WRONG = ["1", "0", "8,1", "-3", "2.5", "half", "3;4", "1.0", "0.0", "-0.1", "3,n
 def test_windows_that_make_no_sense(average: str) -> None:
     with pytest.raises(ValueError, match=f"average={average}: write windows of at least 2 steps"):
         Spec(average=average)
+
+
+@pytest.mark.parametrize("text", ["-3", "0", "1", "1.0", "2.5", "nan", "2", "549", "0.1", "0.999"])
+def test_the_lab_and_the_optimizers_take_the_same_windows(text: str) -> None:
+    """The lab asks without torch, so the rule stands in two places."""
+    number = int(text) if text.isdecimal() else float(text)
+    accepted = []
+    for take in (lambda: Spec(average=text), lambda: averaging(number)):
+        try:
+            take()
+        except ValueError:
+            accepted.append(False)
+        else:
+            accepted.append(True)
+    assert accepted[0] == accepted[1]
 
 
 def test_windows_are_named_as_they_are() -> None:

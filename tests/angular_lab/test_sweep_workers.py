@@ -51,7 +51,8 @@ def log(root: Path, number: int) -> str:
 
 def taken(root: Path, number: int) -> list[str]:
     """The runs that a worker took, in order."""
-    return [line for line in log(root, number).splitlines() if "-seed" in line and " " not in line]
+    lines = (line for line in log(root, number).splitlines() if "-seed" in line)
+    return [line.removeprefix(f"{root.name}/") for line in lines if " " not in line]
 
 
 def at_work(root: Path, *numbers: int) -> Callable[[], bool]:
