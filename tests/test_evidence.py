@@ -4,6 +4,7 @@ import csv
 import json
 import tarfile
 from itertools import groupby
+from math import sqrt
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from angular_lab.experiment_plan import SETTLED as BEST
 from angular_lab.experiments import experiment
 from angular_lab.report import make_report
+from angular_lab.rundir import RunDir
 from angular_lab.sweep import Sweep
 
 ROOT = Path(__file__).parent.parent
@@ -199,6 +201,18 @@ def test_the_command_goes_on_with_what_was_kept(report: Path, name: str) -> None
     assert done <= known
 
 
+def test_muons_plateau(report: Path) -> None:
+    (trunk,) = (report / "runs" / "teaser-s").glob("muon-lr0.005-seed0-????????")
+    lines = [line for line in RunDir(trunk).read_metrics() if "angle_mean" in line]
+    angles = {line["tokens"] / 1e6: line["angle_mean"] for line in lines}
+    (begun, first), *_, (_, last) = ((t, a) for t, a in angles.items() if t > 30)
+    page = DOCS.read_text()
+    assert begun < 31
+    assert f"from 30M to 80M tokens it falls by {100 * (1 - last / first):.0f}%" in page
+    assert f"the plateau is at {last:.4f} instead of √(2ηλ) = {sqrt(2 * 0.005 * 0.1):.3f}" in page
+    assert f"= 39 steps, which would bring the plateau down by √39 to {sqrt(1e-3 / 39):.4f}" in page
+
+
 def test_two_ways_to_one_run(report: Path, losses: Losses) -> None:
     """A cool-down off a trunk by recorded passes, and a straight run, made on another day. AdamW's
     by plain passes: the same to the bit, the lab's promise on a GPU. AngularMuown's is not."""
@@ -211,6 +225,15 @@ def test_two_ways_to_one_run(report: Path, losses: Losses) -> None:
     specs = (report / "runs" / "aux-lr-s").glob("*/spec.json")
     assert not any("made_in" in path.read_text() for path in specs), "nothing was taken over"
     published = next(r for r in cells(report, "leads-s-runs") if r["line"] == "as published")
+    logs = []
+    for pattern in (
+        "leads-s/as-published-*",
+        f"teaser-s/{OURS.replace('_', '-')}-lr0.02-seed0-????????",
+    ):
+        (folder,) = (report / "runs").glob(pattern)
+        lines = RunDir(folder).read_metrics()
+        logs.append([line["loss"] for line in lines if line["step"] < 4944])
+    assert logs[0] == logs[1], "for the 4,944 steps that they have in common"
     gap = float(published["90M tokens"]) - losses[OURS, 0.02, "0", "90M"]
     assert f"ends {gap:.5f} above the branch" in DOCS.read_text()
     older = next(r for r in cells(report, "radius-s-runs") if float(r["radius_lr"]) == 0.004)
