@@ -244,9 +244,9 @@ def test_a_run_of_the_model_at_hand_comes_first(data: Path, tmp_path: Path) -> N
     sweep.say = said.append
     sweep.models.take(wide, start_ranks("cpu"))
     sweep.run()
-    assert [name.partition("-lr")[0] for name in said] == ["wide"] * 2 + [
-        "angular-muown--kappa---1"
-    ] * 2
+    labels = [name.partition("-lr")[0] for name in said]
+    root = tmp_path.name
+    assert labels == [f"{root}/wide"] * 2 + [f"{root}/angular-muown--kappa---1"] * 2
 
 
 def test_a_setting_at_its_default_leaves_no_mark_in_a_name() -> None:
