@@ -219,3 +219,20 @@ def test_more_tokens_than_the_model_takes_are_refused(kind) -> None:
     too_long = torch.zeros(1, SPECS[kind].sequence + 1, dtype=torch.long)
     with pytest.raises(ValueError, match="in a row: the model takes"):
         model(too_long)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_start_is_made_on_the_cpu_wherever_the_model_lies(kind: str, monkeypatch) -> None:
+    """A GPU rounds cosines in its own way: one model that is initialised there again would not be
+    the one that came from the CPU."""
+    with torch.device("meta"):
+        model = build_model(SPECS[kind])
+    asked: list[torch.device] = []
+
+    def rounded(sequence: int, frequencies: Tensor):
+        asked.append(frequencies.device)
+        return rotation_of(sequence, frequencies)
+
+    monkeypatch.setattr("angular_lab.models.base.rotation_of", rounded)
+    model.init_weights(0)
+    assert asked == [torch.device("cpu")]

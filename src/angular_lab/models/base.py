@@ -45,7 +45,8 @@ class LanguageModel(nn.Module):
         self.lm_head = nn.Linear(spec.width, spec.vocabulary, bias=head_bias)
         # A table, not an expression: a compiler would compute its powers and cosines anew in every
         # layer (78 ms instead of 65 for a pass of the 124M model on an H200, train_throughput.py).
-        for name, table in zip(("cos", "sin"), self._rotation(), strict=True):
+        own = self._rotation(self.embedding.weight.device)
+        for name, table in zip(("cos", "sin"), own, strict=True):
             self.register_buffer(name, table, persistent=False)
         # The name under which DDP looks for what to leave alone. Before each pass it would send all
         # buffers from rank 0: the tables in vain, and over what the other ranks have counted.
@@ -63,8 +64,8 @@ class LanguageModel(nn.Module):
         """How fast each pair of a head's dimensions turns with the position."""
         return rotary_frequencies(head_size(self.spec), self.spec.rope_base, device)
 
-    def _rotation(self) -> Rotation:
-        return rotation_of(self.spec.sequence, self.frequencies(self.embedding.weight.device))
+    def _rotation(self, device: torch.device) -> Rotation:
+        return rotation_of(self.spec.sequence, self.frequencies(device))
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         length = tokens.shape[1]
@@ -121,8 +122,9 @@ class LanguageModel(nn.Module):
     def init_weights(self, seed: int) -> None:
         """Matrices N(0, initial_std), norms 1, biases and buffers 0.
 
-        The values are drawn on the CPU from a generator of their own: the same for every device
-        and whatever torch's global state is. To be called on whole parameters, before sharding.
+        All values are made on the CPU, drawn from a generator of their own: the same for every
+        device and whatever torch's global state is. The tables of rotations too, because a GPU
+        rounds cosines in its own way. To be called on whole parameters, before sharding.
         """
         self._tie()  # to_empty, which leads out of the meta device, cuts the tie
         generator = torch.Generator(device="cpu").manual_seed(seed)
@@ -134,7 +136,8 @@ class LanguageModel(nn.Module):
                 p.copy_(values.normal_(0.0, self.initial_std(name), generator=generator))
         for buffer in self.buffers():
             buffer.zero_()
-        for table, values in zip((self.cos, self.sin), self._rotation(), strict=True):
+        rotation = self._rotation(torch.device("cpu"))
+        for table, values in zip((self.cos, self.sin), rotation, strict=True):
             table.copy_(values)
 
     def initial_std(self, name: str) -> float:
