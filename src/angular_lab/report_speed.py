@@ -133,10 +133,17 @@ def _speeds(sweep: SweepData, ours: str, other: str) -> tuple[float, float] | st
     (our_speed, our_devices), (speed, devices) = line_speed(sweep, ours), line_speed(sweep, other)
     if our_speed is None or speed is None:
         without = ours if our_speed is None else other
-        return f"{without} has no {'timing.jsonl' if _runs(sweep, without) else 'finished run'}"
+        return f"{without} has no {_lacks(sweep, without)}"
     if our_devices != devices or len(devices) > 1:
         return f"they ran on {', '.join(sorted(our_devices | devices))}"
     return our_speed, speed
+
+
+def _lacks(sweep: SweepData, label: str) -> str:
+    if _runs(sweep, label):
+        return "timing.jsonl"
+    taken = any(member.normal for member in sweep.at_best(label).values())
+    return "run that was made in this sweep" if taken else "finished run"
 
 
 def _wall_clock(sweep: SweepData, ours: str, other: str, found: SpeedUps) -> Mark | str:

@@ -219,6 +219,11 @@ def test_speeds_that_cannot_be_compared(tmp_path: Path) -> None:
     adamw, ours = table(tmp_path / "out", "small-pace")
     assert adamw[relative] == "cannot be computed: they ran on cpu, gpu"
     assert float(ours[relative]) == 1
+    for path in root.glob("adamw*/spec.json"):
+        edit_json(path, made_in="another/run")
+    make_report([root], tmp_path / "out")
+    adamw, _ = table(tmp_path / "out", "small-pace")
+    assert adamw[relative] == "cannot be computed: adamw has no run that was made in this sweep"
     for path in root.glob("adamw*/DONE"):
         path.unlink()
     make_report([root], tmp_path / "out")
