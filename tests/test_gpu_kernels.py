@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from angular_muown import AngleMonitor, AngularMuown, NorMuown
 from angular_muown.engine import Engine
+from angular_muown.kernels.mailbox import PLACES, Mailbox
 from tests.angular_muown.family import FUSED, RowBeta
 
 pytestmark = [
@@ -231,3 +232,14 @@ def test_a_second_optimizer_compiles_nothing() -> None:
         return sum(len(caches[0]) for k in kernels for caches in k.device_caches.values())
 
     assert step(3) == step(16) == step(1) == step(2)
+
+
+def test_letters_arrive_in_order_while_the_device_is_far_behind() -> None:
+    """Places are written again only when the device has read them."""
+    box = Mailbox(torch.zeros(64, device="cuda"))
+    arrived = []
+    for i in range(3 * PLACES):
+        torch.cuda._sleep(1_000_000)  # about half a millisecond
+        box.send(torch.full((64,), float(i)))
+        arrived.append(box.to.clone())
+    assert [t.unique().tolist() for t in arrived] == [[float(i)] for i in range(3 * PLACES)]

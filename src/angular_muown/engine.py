@@ -21,7 +21,7 @@ from angular_muown.placement import has_ranks, is_sharded
 from angular_muown.recipe import Equation, Observer, Recipe, finish
 from angular_muown.stages.charts import row_signs
 from angular_muown.stages.momentum import heavy_ball
-from angular_muown.state import has_state, made_states, moves_nothing
+from angular_muown.state import has_state, made_states, moves_nothing, picked
 from angular_muown.views import Leaf, Stack, stacks
 
 if TYPE_CHECKING:  # what takes time to import, and is imported where it is needed
@@ -138,7 +138,7 @@ class Engine(torch.optim.Optimizer):
                 taking = [p for p in group["params"] if p in elsewhere or has_state(p)]
             states = made_states(self.state, taking, group, recipe)
             if params and not rehearsal:
-                self._advance_alone(params, [states[id(p)] for p in params], index, recipe)
+                self._advance_alone(params, picked(states, taking, params), index, recipe)
             # A rank whose experts got no tokens counts as the others do.
             steps = active[index] or (any(active) and any(map(is_sharded, taking)))
             if steps and not rehearsal:

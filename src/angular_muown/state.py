@@ -37,17 +37,27 @@ def made_states(
     params: Sequence[Tensor],
     group: dict[str, Any],
     recipe: Recipe | None,
-) -> dict[int, dict[str, Any]]:
-    """By the parameters' ids, with all that a step needs. Every step asks, and the hash of a tensor
-    costs the host more than all the rest of it."""
+) -> list[dict[str, Any]]:
+    """One for each parameter, with all that a step needs. Every step asks, and the hash of a tensor
+    costs the host more than all the rest of it: hence once."""
     wanted, master = {"step", *(recipe.rows if recipe else ())}, group["write_back"] == "master"
     if group["average"] is not None:
         wanted.add("average")
-    states = {id(p): known[p] for p in params}
-    for p in params:
-        if master or not wanted <= states[id(p)].keys():
-            init_state(p, states[id(p)], group, recipe)
+    states = [known[p] for p in params]
+    for p, state in zip(params, states, strict=True):
+        if master or not wanted <= state.keys():
+            init_state(p, state, group, recipe)
     return states
+
+
+def picked(
+    states: list[dict[str, Any]], owners: Sequence[Tensor], params: Sequence[Tensor]
+) -> list[dict[str, Any]]:
+    """Those of some of the owners."""
+    if params is owners:
+        return states
+    known = dict(zip(map(id, owners), states, strict=True))
+    return [known[id(p)] for p in params]
 
 
 def init_state(

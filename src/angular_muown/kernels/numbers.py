@@ -17,7 +17,7 @@ from angular_muown.kernels.columns import (
     SEED,
     STEP,
 )
-from angular_muown.kernels.step import FusedStep, send
+from angular_muown.kernels.step import FusedStep
 from angular_muown.recipe import Recipe
 from angular_muown.rounding import hash_seed
 from angular_muown.stages.normalize import RowSecondMoment
@@ -35,7 +35,7 @@ def write_numbers(
         ages = torch.stack([1 - beta ** t.double() for beta in _betas(recipe)], dim=-1)[step.owner]
         _on_device(step, group, recipe, lr, radius_lr, ages)
     else:
-        send(_on_host(step, group, recipe, float(lr), float(radius_lr), t.tolist()), step.values)
+        step.numbers.send(_on_host(step, group, recipe, float(lr), float(radius_lr), t.tolist()))
 
 
 def _on_host(

@@ -15,6 +15,7 @@ from angular_muown.kernels.chunks import Batch, Choices, Chunk
 from angular_muown.kernels.columns import NUMBERS
 from angular_muown.kernels.dispatch import ITERATIONS
 from angular_muown.kernels.lanes import launch, record
+from angular_muown.kernels.mailbox import Mailbox
 from angular_muown.kernels.room import divide
 from angular_muown.kernels.schedule import SCALE, allocate, chain_for
 from angular_muown.kernels.tables import Where, dtypes_of, table, where
@@ -48,6 +49,7 @@ class FusedStep:
         self.lines = torch.empty_like(self.known.fixed, device=self.device)
         size = NUMBERS * len(self.batches) + 2 * len(self.known.owner)
         self.values = torch.empty(size, dtype=torch.float32, device=self.device)
+        self.addresses, self.numbers = Mailbox(self.lines), Mailbox(self.values)
         self.seen: Where | None = None
         self.recorded: list[Tensor] = []  # lines that graphs of the user read at every replay
         self.spares: list[Tensor] = []  # where further such graphs may read theirs
@@ -139,7 +141,7 @@ class FusedStep:
             self.seen = places
             return
         if self.recorded or places != self.seen:
-            send(self.known.lines(places), self.lines)
+            self.addresses.send(self.known.lines(places))
             self.seen = places
         if self.capturable and self.device.type == "cuda":
             while len(self.spares) < SPARES:
@@ -175,9 +177,3 @@ class FusedStep:
         Q, angles = chunk.Q, chunk.angles
         for observe in observers:
             observe([(p, 1) for p, _ in found], U, Q, angles)
-
-
-def send(values: Tensor, to: Tensor) -> None:
-    if to.device.type == "cuda":
-        values = values.pin_memory()
-    to.copy_(values, non_blocking=True)
