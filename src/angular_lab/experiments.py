@@ -136,6 +136,7 @@ EXPERIMENTS: dict[str, Callable[[str], Experiment]] = {
     "closest": ablations.closest,
     "larger": ablations.larger,
     "leads": ablations.leads,
+    "constrained": ablations.constrained,
     "variant": ablations.variant,
     "average": ablations.average,
     "rivals": ablations.rivals,

@@ -5,7 +5,7 @@ from statistics import fmean
 from typing import Any
 
 from angular_lab.report_claims import pair_table
-from angular_lab.report_results import key_of
+from angular_lab.report_results import judges_note, key_of, mean_cells
 from angular_lab.report_runs import Run
 from angular_lab.report_speed import speed_table
 from angular_lab.report_sweeps import Member, SweepData, short
@@ -26,6 +26,7 @@ Key = tuple[str, str, float, str, int, float]  # line, axis, value, read-out, to
 def average_tables(sweep: SweepData) -> list[Table]:
     found = [
         average_table(sweep),
+        ends_table(sweep),
         _by_window(sweep, pair_table, "pairs-averaged", "Line against line, by averages"),
         _by_window(sweep, speed_table, "speed-up-averaged", "Speed-up by averages"),
     ]
@@ -36,9 +37,7 @@ def _by_window(
     sweep: SweepData, make: Callable[[SweepData], Table | None], name: str, title: str
 ) -> Table | None:
     """A table as it were if the losses of the averages were those of the weights."""
-    kept = (run.spec.averages for member in sweep.members for run in member.runs)
-    windows = dict.fromkeys(window for averages in kept for window in averages)
-    made = {window: make(sweep.read_from(window)) for window in windows}
+    made = {window: make(sweep.read_from(window)) for window in _windows(sweep)}
     rows = [{"window": w, **row} for w, table in made.items() if table for row in table.rows]
     note = (
         "As the table of the weights' losses, but both lines are read out from an average of their "
@@ -46,6 +45,29 @@ def _by_window(
         "were evaluated are here."
     )
     return Table(key_of(sweep, name), f"{title} of the last weights", rows, note) if rows else None
+
+
+def _windows(sweep: SweepData) -> list[float]:
+    """Of all averages that a run of the sweep has."""
+    kept = (run.spec.averages for member in sweep.members for run in member.runs)
+    return list(dict.fromkeys(window for averages in kept for window in averages))
+
+
+def ends_table(sweep: SweepData) -> Table | None:
+    """Lines by read-out, at the last horizon: what a line's change and an average do together."""
+    last, windows = sweep.horizons[-1], _windows(sweep)
+    cells = {"weights": mean_cells(sweep, last)}
+    cells |= {f"average, {w:g}": mean_cells(sweep.read_from(w), last) for w in windows}
+    rows: list[Row] = [
+        {"line": label, **{name: column[label] for name, column in cells.items()}}
+        for label in sweep.lines
+    ]
+    title = f"Final loss at {tokens_form(sweep.tokens(last))} tokens, by what is read out"
+    note = (
+        "After the cool-down, from the weights and from averages of the last ones, over so many "
+        f"steps or, below 1, over that share of them; n: number of seeds. {judges_note(sweep)}"
+    )
+    return Table(key_of(sweep, "read-out"), title, rows, note.strip()) if windows else None
 
 
 def average_table(sweep: SweepData) -> Table | None:

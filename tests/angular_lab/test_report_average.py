@@ -124,6 +124,12 @@ def test_windows_are_shown_as_they_are(tmp_path: Path) -> None:
     sweep(root, [{"value": 1e-2, "seed": 0, "folders": {"200": "a"}}], [200])
     rows = table(root, tmp_path / "report")
     assert [(row["window"], float(row["average"])) for row in rows] == [("0.1", 2.5), ("549", 2.75)]
+    (ends,) = (tmp_path / "report" / "tables").glob("*-read-out.csv")
+    (row,) = csv.DictReader(ends.read_text().splitlines())
+    assert row == {"line": "angular_muown", "weights": "3.0"} | {
+        "average, 0.1": "2.5",
+        "average, 549": "2.75",
+    }
     assert all(
         f">{window}</td>" in (tmp_path / "report" / "index.html").read_text()
         for window in ("0.1", "549")
@@ -135,6 +141,7 @@ def test_no_table_without_averages(tmp_path: Path) -> None:
     write(root / "a", replace(BASE, average=""), {200: (3.0,)})
     sweep(root, [{"value": 1e-2, "seed": 0, "folders": {"200": "a"}}], [200])
     assert table(root, tmp_path / "report") == []
+    assert not list((tmp_path / "report" / "tables").glob("*-read-out.csv"))
 
 
 def test_lines_are_compared_by_their_averages_too(tmp_path: Path) -> None:
