@@ -1,0 +1,20 @@
+"""The kept runs' tables, and the documents that quote them."""
+
+import csv
+from itertools import groupby
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+DOCS = ROOT / "docs" / "evidence.md"
+OURS = "angular_muown"
+Losses = dict[tuple[str, float, str, str], float]  # by line, rate, seed and horizon
+
+
+def tables_in(text: str) -> list[str]:
+    blocks = groupby(text.splitlines(), key=lambda line: line.startswith("|"))
+    return ["\n".join(lines) for is_table, lines in blocks if is_table]
+
+
+def cells(report: Path, table: str) -> list[dict[str, str]]:
+    text = (report / "tables" / f"{table}.csv").read_text()
+    return list(csv.DictReader(text.splitlines()))
