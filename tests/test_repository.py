@@ -108,12 +108,28 @@ def test_documented_code_runs(path: Path, tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
+def _from_root(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def _prose(text: str) -> str:
+    return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+
+
+def _anchors(path: Path) -> set[str]:
+    """Of a document's headings, as GitHub names them."""
+    titles = re.findall(r"^#+ (.+)$", _prose(path.read_text()), flags=re.MULTILINE)
+    plain = (re.sub(r"[^\w\- ]", "", title.lower()) for title in titles)
+    return {title.replace(" ", "-") for title in plain}
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, ROOT / "results" / "README.md"], ids=_from_root)
 def test_links_lead_somewhere(path: Path) -> None:
-    prose = re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL)
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", prose):
+    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", _prose(path.read_text())):
         if not target.startswith("http"):
-            assert (path.parent / target).exists(), target
+            found = path.parent / target if target else path
+            assert found.exists(), target
+            assert not anchor or anchor in _anchors(found), f"{target}#{anchor}"
 
 
 @pytest.mark.parametrize(
