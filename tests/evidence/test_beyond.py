@@ -108,7 +108,7 @@ def test_averages_in_words(report: Path, losses: Losses) -> None:
     assert f"takes {mean(ours):.3f} off AngularMuown's loss, on every seed" in words()
     assert "NorMuon gains {normuon:.3f}, AdamW {adamw:.3f}".format(**others) in words()
     below = {n: mean(found[n][s][1] - found[OURS][s][1] for s in range(3)) for n in others}
-    told = "{normuon:.3f} below NorMuon and {adamw:.3f} below AdamW:".format(**below)
+    told = "{normuon:.3f} below NorMuon and {adamw:.3f} below AdamW.".format(**below)
     assert f"AngularMuown {told}" in words()
     fifth = mean(a for _, a in averages(report, "0.2")[OURS].values())
     tenth = mean(a for _, a in found[OURS].values())
@@ -121,6 +121,16 @@ def test_averages_in_words(report: Path, losses: Losses) -> None:
     text = f"takes off another {mean(ours):.3f} on each of three seeds"
     assert text in readme()
     assert "NorMuon gains {normuon:.3f} by one and AdamW {adamw:.3f}".format(**others) in readme()
+
+
+def test_the_closest_line_leads_half_way(report: Path) -> None:
+    ahead = {
+        row["window"]: float(row["mean difference"])
+        for row in cells(report, "average-s-pairs-averaged")
+        if "normuon" in row["claim"] and float(row["tokens"]) < 46e6
+    }
+    told = f"NorMuon is ahead by {ahead['0.1']:.3f}, and by {ahead['0.2']:.3f} where both"
+    assert told in words()
 
 
 def test_without_a_cool_down(report: Path) -> None:
