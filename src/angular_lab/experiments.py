@@ -137,7 +137,6 @@ EXPERIMENTS: dict[str, Callable[[str], Experiment]] = {
     "larger": ablations.larger,
     "leads": ablations.leads,
     "constrained": ablations.constrained,
-    "variant": ablations.variant,
     "average": ablations.average,
     "rivals": ablations.rivals,
 }
