@@ -20,6 +20,7 @@ from angular_muown.stages.tangent import TANGENT
 
 ALGORITHMS = ("matrix", "adamw")
 WRITE_BACKS = ("stochastic", "master")
+CONSTRUCTOR_KEYS = ("process_group",)  # one value for all groups
 FOREIGN_KEYS = ("params", "param_names", "fused", "foreach", "initial_lr", "max_lr", "min_lr")
 WIRE_DTYPES = (None, "float32", "float64", "bfloat16")  # float16 would lose small entries
 STATE_DTYPES = (None, "float32", "float64", "bfloat16", "float16")
@@ -104,6 +105,11 @@ def check_no_model(params: Any, family: str) -> None:
 def check_keys(group: Mapping[str, Any], defaults: Mapping[str, Any], family: str) -> None:
     """Frameworks keep keys of their own in groups; a slip of the pen would be one of those."""
     for key in group:
+        if key in CONSTRUCTOR_KEYS:
+            raise ValueError(
+                f"{key}={group[key]!r} in a group: it is an argument of the constructor, one value "
+                "for all groups"
+            )
         if key in RULES and key not in defaults:
             raise ValueError(f"{key}={group[key]!r}: {family} has no {key}")
         if key not in defaults and key not in FOREIGN_KEYS:
