@@ -20,6 +20,7 @@ from angular_muown.stages.tangent import TANGENT
 
 ALGORITHMS = ("matrix", "adamw")
 WRITE_BACKS = ("stochastic", "master")
+CONSTRUCTOR_KEYS = ("preset", "process_group")  # one value for all groups
 FOREIGN_KEYS = ("params", "param_names", "fused", "foreach", "initial_lr", "max_lr", "min_lr")
 WIRE_DTYPES = (None, "float32", "float64", "bfloat16")  # float16 would lose small entries
 STATE_DTYPES = (None, "float32", "float64", "bfloat16", "float16")
@@ -104,6 +105,11 @@ def check_no_model(params: Any, family: str) -> None:
 def check_keys(group: Mapping[str, Any], defaults: Mapping[str, Any], family: str) -> None:
     """Frameworks keep keys of their own in groups; a slip of the pen would be one of those."""
     for key in group:
+        if key in CONSTRUCTOR_KEYS:
+            raise ValueError(
+                f"{key}={group[key]!r} in a group: it is an argument of the constructor, one value "
+                "for all groups"
+            )
         if key in RULES and key not in defaults:
             raise ValueError(f"{key}={group[key]!r}: {family} has no {key}")
         if key not in defaults and key not in FOREIGN_KEYS:
@@ -145,6 +151,15 @@ def check_process_group(group: Any) -> Any:
             "(every rank by itself) or a process group that this rank belongs to"
         )
     return group
+
+
+def check_preset(name: Any, presets: Mapping[str, Any]) -> str:
+    is_known, wanted = _one_of(presets)
+    if not is_known(name):
+        near = get_close_matches(str(name).lower(), presets, n=1)
+        hint = f": did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"preset={name!r} is not valid: it must be {wanted}{hint}")
+    return name
 
 
 def check_copy(process_group: Any) -> None:

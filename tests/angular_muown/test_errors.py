@@ -64,6 +64,19 @@ def test_keys_of_frameworks_are_tolerated() -> None:
     AngularMuown([{"params": [parameter(4, 6)], **dict.fromkeys(keys)}])
 
 
+@pytest.mark.parametrize(("key", "value"), [("process_group", False), ("preset", "v2")])
+def test_arguments_of_the_constructor_are_no_values_of_a_group(key, value) -> None:
+    """They would be taken for a framework's, and nothing would follow from them."""
+    optimizer = AngularMuown([parameter(4, 4)])
+    words = re.escape(f"{key}={value!r} in a group: it is an argument of the constructor")
+    with pytest.raises(ValueError, match=words):
+        optimizer.add_param_group({"params": [parameter(4, 6)], key: value})
+    assert len(optimizer.param_groups) == 1, "the refused group is not there"
+    model = nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 2)})
+    with pytest.raises(ValueError, match=words):
+        AngularMuown(plan(model, overrides={"body.weight": {key: value}}))
+
+
 def test_an_option_of_another_member_is_refused() -> None:
     with pytest.raises(ValueError, match="Muon has no radius_lr"):
         Muon([{"params": [parameter(4, 6)], "radius_lr": 0.1}])

@@ -115,13 +115,14 @@ def test_the_monitor_takes_its_hooks_off(tmp_path: Path, fails: bool) -> None:
 
 
 @pytest.mark.parametrize("inner", [False, True])
-def test_an_average_through_fabrics_wrapper(inner: bool) -> None:
+@pytest.mark.parametrize("settings", [{"average": 0.5}, {"preset": "v2"}], ids=str)
+def test_an_average_through_fabrics_wrapper(settings: dict[str, Any], inner: bool) -> None:
     """It reaches the weights, and no step goes through by the other of the two."""
     fabric = Fabric(accelerator="cpu", devices=1)
     made = nn.Linear(8, 8, bias=False)
-    own = AngularMuown(made.parameters(), lr=0.02, average=0.5)
+    own = AngularMuown(made.parameters(), lr=0.02, **settings)
     model, wrapped = fabric.setup(made, own)
-    for _ in range(4):
+    for _ in range(12):  # a tenth of ten steps is one: the last weights
         fabric.backward(model(torch.randn(4, 8)).square().mean())
         wrapped.step()
     outer, other = (own, wrapped) if inner else (wrapped, own)

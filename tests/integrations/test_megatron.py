@@ -201,6 +201,13 @@ def test_errors_say_what_to_do() -> None:
         MegatronAngularMuown([nn.Parameter(torch.randn(4, 4))], column_gains=True)
     with pytest.raises(ValueError, match=r"average=0\.1: .*copies of the weights .*at None"):
         MegatronAngularMuown([nn.Parameter(torch.randn(4, 4))], average=0.1)
+    with pytest.raises(ValueError, match=r"average=0\.2: .*copies of the weights .*at None"):
+        MegatronAngularMuown([nn.Parameter(torch.randn(4, 4))], average=0.2, preset="v2")
+    with pytest.raises(ValueError, match=r"preset='v2', which .*copies of the weights .*'paper'"):
+        MegatronAngularMuown([nn.Parameter(torch.randn(4, 4))], preset="v2")
+    with pytest.raises(ValueError, match="preset='v9' is not valid"):
+        MegatronAngularMuown([nn.Parameter(torch.randn(4, 4))], preset="v9")
+    MegatronAngularMuown([nn.Parameter(torch.randn(4, 4))], preset="paper")
     model = nn.Linear(4, 4)
     optimizer = MegatronAngularMuown([model.weight])
     AngleMonitor(model, optimizer)
@@ -238,6 +245,8 @@ def _paths() -> str:
 
 PLACED = """
 with use_the_cpu():
+    from megatron.core.optimizer import OptimizerConfig
+    from angular_muown.integrations.megatron import get_angular_muown_optimizer
     model = make_model()
     names = {p: name for name, p in model.module.named_parameters()}
     placed = {}
@@ -245,6 +254,11 @@ with use_the_cpu():
         found = [names[p] for group in part.optimizer.param_groups for p in group["params"]]
         placed.setdefault(type(part.optimizer).__name__, []).extend(found)
     Path("placed.json").write_text(json.dumps(placed))
+    try:
+        get_angular_muown_optimizer(OptimizerConfig(lr=0.02), [model], preset="v2")
+    except ValueError as error:
+        Path("refused.txt").write_text(str(error))
+    get_angular_muown_optimizer(OptimizerConfig(lr=0.02), [model], preset="paper")
 """
 HIDDEN = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1",
           "mlp.linear_fc2")  # fmt: skip
@@ -271,6 +285,7 @@ def test_megatron_trains_and_resumes_on_one_and_two_ranks(tmp_path: Path) -> Non
     run_example(tmp_path, 2, "main(Path('two'), 8)")
     run_example(tmp_path, 1, f"main(Path('one'), 8)\nmain(Path('two'), 8)\n{PLACED}")
     assert_placed(json.loads((tmp_path / "placed.json").read_text()))
+    assert (tmp_path / "refused.txt").read_text().startswith("preset='v2', which keeps an average")
     alone, both, after = (
         json.loads((tmp_path / name).read_text())
         for name in ("one/result-1.json", "two/result-2.json", "two/result-1.json")

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Trainer, get_scheduler
+from transformers import (
+    LlamaForCausalLM,
+    Qwen2ForCausalLM,
+    Trainer,
+    TrainingArguments,
+    get_scheduler,
+)
 
 from angular_muown import AngularMuown, Muon
 from angular_muown.integrations.transformers import PlannedOptimizer, planned, wsd_arguments
@@ -57,6 +63,26 @@ def test_fine_tuning_starts_where_the_checkpoint_stands(run, tmp_path) -> None:
     after = losses(load("hf_pretrain").main(name, STEPS, str(tmp_path), model=model))
     assert after[5] < 1.05 * losses(before)[STEPS]
     assert after[STEPS] < 0.95 * after[5]
+
+
+def test_a_preset_reaches_the_optimizer_and_the_trainer_saves_its_average(tmp_path: Path) -> None:
+    example, quiet = load("hf_pretrain"), {"report_to": [], "disable_tqdm": True}
+    arguments = TrainingArguments(
+        str(tmp_path), **wsd_arguments(12), **quiet, use_cpu=True, dataloader_pin_memory=False
+    )
+    trainer = Trainer(
+        example.build("llama"), arguments, train_dataset=example.Windows(32),
+        optimizer_cls_and_kwargs=planned(lr=0.02, preset="v2"),
+    )  # fmt: skip
+    trainer.train()
+    optimizer = trainer.optimizer.optimizer  # accelerate's wrapper is outside
+    assert {group["average"] for group in optimizer.param_groups} == {0.1}
+    with optimizer.averaged():
+        trainer.save_model()
+    saved = dict(LlamaForCausalLM.from_pretrained(tmp_path).named_parameters())
+    for name, p in trainer.model.named_parameters():
+        assert torch.equal(saved[name], optimizer.state[p]["average"]), name
+        assert not torch.equal(saved[name], p), name
 
 
 def test_wsd_is_linear_on_both_sides() -> None:

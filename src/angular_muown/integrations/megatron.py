@@ -22,10 +22,14 @@ from torch import Tensor
 from angular_muown.integrations.megatron_checkpoint import save_row_vectors
 from angular_muown.integrations.megatron_marks import frozen, is_matrix, mark
 from angular_muown.integrations.megatron_views import Group, Shown, parts_of
-from angular_muown.optimizers import AngularMuown
+from angular_muown.optimizers import AngularMuown, preset_values
 from angular_muown.state import init_state
 
 NAME = "angular_muown"
+NO_AVERAGE = (
+    "Megatron's models have copies of the weights that are stepped here, and averaged() would not "
+    "reach those; leave it at"
+)
 
 
 class MegatronAngularMuown(AngularMuown):
@@ -54,6 +58,7 @@ class MegatronAngularMuown(AngularMuown):
     ) -> None:
         self.qkv_split_shapes, self.pg_collection = qkv_split_shapes, pg_collection
         settings.setdefault("process_group", self.process_group)
+        _check_preset(settings)
         super().__init__(params, lr, **settings)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -73,11 +78,7 @@ class MegatronAngularMuown(AngularMuown):
                 "have places for the state of rows only; leave it at False"
             )
         if self.param_groups[index]["average"] is not None:
-            raise ValueError(
-                f"average={self.param_groups[index]['average']!r}: Megatron's models have copies "
-                "of the weights that are stepped here, and averaged() would not reach those; leave "
-                "it at None"
-            )
+            raise ValueError(f"average={self.param_groups[index]['average']!r}: {NO_AVERAGE} None")
         if self.param_groups[index]["params"]:
             super()._check_parameters(index)
 
@@ -115,6 +116,16 @@ class MegatronAngularMuown(AngularMuown):
         init_state(p, self.state[p], group, recipe)
         init = partial(init_state, group=group, recipe=recipe)
         return Shown.apart_from(p, self.state[p], sizes, ranks, init)
+
+
+def _check_preset(settings: dict[str, Any]) -> None:
+    """An average that comes with a preset is refused by the name that was given."""
+    values = preset_values(settings["preset"]) if "preset" in settings else {}
+    if settings.get("average") is None and values.get("average") is not None:
+        raise ValueError(
+            f"preset={settings['preset']!r}, which keeps an average of the weights: {NO_AVERAGE} "
+            "'paper'"
+        )
 
 
 def init_all(optimizer: MegatronAngularMuown, config: Any = None) -> None:
