@@ -30,9 +30,12 @@ def _ablation(
 
 
 def aux_lr(scale: str) -> Experiment:
-    values = (1e-3, 2e-3, 4e-3, 8e-3)
+    values = (4e-3, 8e-3, 1.6e-2, 3.2e-2)
     title = "Each optimizer at its own rate for embeddings, head and norms"
-    return _ablation("aux-lr", scale, title, "optim.aux_lr", values, FAMILY)
+    plan = _ablation("aux-lr", scale, title, "optim.aux_lr", values, FAMILY)
+    lower = tuple(value / 4 for value in values)  # AdamW's own rates are lower than the others'
+    adamw = replace(plan.lines[0], values=lower)
+    return replace(plan, lines=(adamw, *plan.lines[1:]))
 
 
 def radius(scale: str) -> Experiment:
@@ -78,9 +81,9 @@ def closest(scale: str) -> Experiment:
 
 def larger(scale: str) -> Experiment:
     """The same rates on a larger model, one seed: our line and the closest of the others. At scale
-    s the paper's 124M model (98M with this vocabulary), with 32,768 tokens a step, so that 120M
+    s the paper's 124M model (98M with this vocabulary), with 32,768 tokens a step, so that 100M
     tokens are many steps."""
-    spec, steps = base(scale), {"paper": HORIZONS["paper"][0], "s": 3662, "nano": 60}[scale]
+    spec, steps = base(scale), {"paper": HORIZONS["paper"][0], "s": 3052, "nano": 60}[scale]
     if scale == "paper":
         spec = recipe("dense-308m")
     elif scale == "s":

@@ -58,11 +58,12 @@ def width(scale: str) -> Experiment:
         model = replace(spec.model, sequence=2048)
         spec = replace(spec, batch=256, micro_batch=16, model=model)
     size = spec.model.width // spec.model.heads
+    exponents = range(7, 3, -1) if scale == "s" else range(8, 2, -1)
     lines = []
     for d in widths:
         inner = 0 if scale == "paper" else round(d * spec.model.mlp / spec.model.width)
         model = replace(spec.model, width=d, heads=d // size, mlp=inner)
-        values = tuple(2.0**-k for k in range(8, 2, -1))
+        values = tuple(2.0**-k for k in exponents)
         lines.append(
             Line(f"d = {d}", trained_by(replace(spec, model=model), "angular_muown"), values)
         )
