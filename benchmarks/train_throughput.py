@@ -8,6 +8,7 @@ Medians over `--steps` steps after `--warmup`, which holds compilation.
 """
 
 import argparse
+import gc
 import json
 import platform
 import time
@@ -161,6 +162,7 @@ def main() -> None:
                 }
                 arguments.json.parent.mkdir(parents=True, exist_ok=True)
                 arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+            gc.collect()  # the last model, which would lie beside the next one
             if cuda:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()

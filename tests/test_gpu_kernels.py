@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from angular_muown import AngleMonitor, AngularMuown, NorMuown
+from angular_muown import AngleMonitor, AngularMuown, NorMuown, averaging
 from angular_muown.engine import Engine
 from angular_muown.kernels.mailbox import PLACES, Mailbox
 from tests.angular_muown.family import FUSED, RowBeta
@@ -243,3 +243,40 @@ def test_letters_arrive_in_order_while_the_device_is_far_behind() -> None:
         box.send(torch.full((64,), float(i)))
         arrived.append(box.to.clone())
     assert [t.unique().tolist() for t in arrived] == [[float(i)] for i in range(3 * PLACES)]
+
+
+def test_the_default_device_does_not_matter() -> None:
+    ends = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        p = nn.Parameter(torch.randn(256, 384, device="cuda"))
+        optimizer = AngularMuown([p])
+        gradients = [torch.randn(256, 384, device="cuda") for _ in range(STEPS)]
+        with torch.device(device):
+            for G in gradients:
+                p.grad = G
+                optimizer.step()
+        ends.append(p.detach())
+    assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_the_preset_on_a_gpu(capturable: bool) -> None:
+    """v2's weights are paper's to the bit, and its average is the recursion over them."""
+    ends, average = [], None
+    for preset in ("paper", "v2"):
+        torch.manual_seed(0)
+        p = nn.Parameter(torch.randn(256, 384, device="cuda"))
+        optimizer = AngularMuown([p], preset=preset, capturable=capturable)
+        expected = p.detach().double()
+        for k in range(1, 2 * STEPS + 1):
+            p.grad = torch.randn_like(p)
+            optimizer.step()
+            expected.lerp_(p.detach().double(), averaging(0.1)(k))
+        ends.append(p.detach().clone())
+        if preset == "v2":
+            with optimizer.averaged():
+                average = p.detach().clone()
+    assert torch.equal(*ends)
+    assert average is not None
+    torch.testing.assert_close(average.double(), expected, rtol=1e-5, atol=1e-6)

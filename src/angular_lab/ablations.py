@@ -11,6 +11,7 @@ from angular_lab.experiment_plan import (
     Line,
     base,
     held,
+    settler,
     trained_by,
 )
 from angular_lab.recipes import recipe
@@ -60,8 +61,15 @@ def split_qkv(scale: str) -> Experiment:
         for name in FAMILY[1:]
         for split in (True, False)
     )
-    title = "Fused matrices as their blocks, or whole"
-    return Experiment("split-qkv", scale, title, lines, HORIZONS[scale][:1], SEEDS[scale])
+    return Experiment(
+        "split-qkv",
+        scale,
+        "Fused matrices as their blocks, or whole",
+        lines,
+        HORIZONS[scale][:1],
+        SEEDS[scale],
+        settled_by=settler(scale),
+    )
 
 
 CLOSEST = ("angular_muown", "normuon")  # of the comparison
@@ -98,7 +106,7 @@ def larger(scale: str) -> Experiment:
 
 PUBLISHED = "as published"
 CONSTRAINED = "constrained polar factor"
-CANDIDATE = "kappa of degree 0.6"  # of the leads
+EARLIER = "kappa of degree 0.6"
 
 
 def _changes(scale: str) -> dict[str, dict[str, Any]]:
@@ -108,6 +116,7 @@ def _changes(scale: str) -> dict[str, dict[str, Any]]:
         "log radius": {"radius": "log_adam"},
         "radius rate x 0.2": {"radius_lr": 0.2 * rate},
         "aux rate x 0.3": {"aux_lr": 0.3 * rate},
+        "log radius, aux rate x 0.3": {"radius": "log_adam", "aux_lr": 0.3 * rate},
         "tangent momentum": {"tangent_momentum": True},
         CONSTRAINED: {"orthogonalize": "tangent"},
         "exact angle": {"exact_angle": True},
@@ -116,14 +125,14 @@ def _changes(scale: str) -> dict[str, dict[str, Any]]:
         "kappa half as fast": {"decay_scale": 5e-4},
         "kappa twice as fast": {"decay_scale": 2e-3},
         # Two that end where the published one does at scale s, and fall earlier.
-        "kappa of degree 0.6": {"decay_scale": 4e-3, "decay_degree": 0.6},
+        EARLIER: {"decay_scale": 4e-3, "decay_degree": 0.6},
         "kappa of degree 0.5": {"decay_scale": 8e-3, "decay_degree": 0.5},
     }
 
 
-def _variant(scale: str, average: str, name: str = "") -> Spec:
+def _variant(scale: str, average: str, lead: str | None = None) -> Spec:
     """AngularMuown as published, or changed by a lead."""
-    changes = _changes(scale)[name] if name else {}
+    changes = _changes(scale)[lead] if lead else {}
     return replace(trained_by(base(scale), "angular_muown", **changes), average=average)
 
 
@@ -163,9 +172,10 @@ def _windows(scale: str) -> str:
 
 def average(scale: str) -> Experiment:
     """Averages of the last weights beside the weights, for ours, the closest line and AdamW: a run
-    evaluates all of them, and none changes it. A lead that promises more goes along, on all seeds.
-    Two horizons, half and whole, because then there is a trunk, read out where its cool-downs
-    start, and whole runs can be set against those of half the tokens."""
+    evaluates all of them, and none changes it. An earlier fall of kappa goes along, because half
+    way the closest line is ahead. Two horizons, half and whole, because then there is a trunk,
+    read out where its cool-downs start, and whole runs can be set against those of half the
+    tokens."""
     horizons = HORIZONS[scale][1], HORIZONS[scale][-1]
     specs = {name: trained_by(base(scale), name) for name in (*CLOSEST, "adamw")}
     lines = [
@@ -173,9 +183,16 @@ def average(scale: str) -> Experiment:
         for name, spec in specs.items()
     ]
     rate = held(scale, "angular_muown")
-    lines.append(Line(CANDIDATE, _variant(scale, SHARES, CANDIDATE), (rate,)))
-    title = "Read-out from an average of the last weights"
-    return Experiment("average", scale, title, tuple(lines), horizons, SEEDS[scale])
+    lines.append(Line(EARLIER, _variant(scale, SHARES, EARLIER), (rate,)))
+    return Experiment(
+        "average",
+        scale,
+        "Read-out from an average of the last weights",
+        tuple(lines),
+        horizons,
+        SEEDS[scale],
+        settled_by=settler(scale),
+    )
 
 
 def rivals(scale: str) -> Experiment:

@@ -63,6 +63,7 @@ class Experiment:
     horizons: tuple[int, ...]  # steps; where there are several, cool-downs off one trunk
     seeds: tuple[int, ...]  # the first chooses a line's value, the others judge it
     longer: float = 0.0  # share of one more cool-down to the last horizon, off the same trunk
+    settled_by: int | None = None  # the seed that chose the rates held here, in another experiment
 
     def __post_init__(self) -> None:
         shares = [line.spec.schedule.decay for line in self.lines]
@@ -103,3 +104,8 @@ def held(scale: str, name: str) -> float:
         return SETTLED[name]
     rates = RATES[scale][name]
     return rates[len(rates) // 2]
+
+
+def settler(scale: str) -> int | None:
+    """The seed that chose those rates: it is no judge of what holds them."""
+    return SEEDS[scale][0] if scale == "s" else None

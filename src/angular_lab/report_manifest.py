@@ -26,6 +26,7 @@ def read_sweep(folder: Path, warnings: list[str]) -> SweepData | None:
             lines=list(content["lines"]),
             horizons=sorted(int(h) for h in content["horizons"]),
             seeds=[int(seed) for seed in content["seeds"]],
+            settled_by=content.get("settled_by"),
         )
         if not (sweep.lines and sweep.horizons and sweep.seeds):
             raise ValueError("it has no lines, no horizons or no seeds")

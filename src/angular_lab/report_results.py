@@ -36,9 +36,11 @@ def paper_note(sweep: SweepData) -> str:
 
 
 def judges_note(sweep: SweepData) -> str:
-    if not sweep.chose or len(sweep.seeds) < 2:
+    chose = sweep.seeds[0] if sweep.chose else sweep.settled_by
+    if chose not in sweep.seeds or len(sweep.seeds) < 2:
         return ""
-    return f"Seed {sweep.seeds[0]} chose the value and does not count once others are there. "
+    where = "" if sweep.chose else ", in another sweep,"
+    return f"Seed {chose} chose the value{where} and does not count once others are there. "
 
 
 def mean_cells(sweep: SweepData, horizon: int) -> dict[str, Mark | None]:

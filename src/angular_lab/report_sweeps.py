@@ -67,6 +67,7 @@ class SweepData:
     members: list[Member] = field(default_factory=list)
     best: dict[str, BestRate] = field(default_factory=dict)  # by line, where one can be told
     warnings: list[str] = field(default_factory=list)
+    settled_by: int | None = None  # the seed that chose the held rates, in another sweep
     key: str = ""  # of its files and ids, set where two folders have one name
     named: set[str] = field(default_factory=set)  # run folders that the manifest knows
 
@@ -86,8 +87,9 @@ class SweepData:
 
     @property
     def judges(self) -> list[int]:
-        """Seeds that count in means and verdicts."""
-        return self.seeds[1:] if self.chose and len(self.seeds) > 1 else self.seeds
+        """Seeds that count in means and verdicts: not one that chose, unless it is the only one."""
+        chose = self.seeds[0] if self.chose else self.settled_by
+        return [seed for seed in self.seeds if seed != chose] or self.seeds
 
     def has_grid(self, label: str) -> bool:
         return len({member.value for member in self.of_line(label)}) > 1

@@ -128,6 +128,7 @@ class Sweep:
             "lines": [line.label for line in experiment.lines],
             "horizons": experiment.horizons,
             "seeds": experiment.seeds,
+            "settled_by": experiment.settled_by,
             "entries": [entry.described() for entry in self.entries],
             "chosen": {
                 label: {"value": best.lr, "edge": list(best.extend)}

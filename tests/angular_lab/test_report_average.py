@@ -136,6 +136,26 @@ def test_windows_are_shown_as_they_are(tmp_path: Path) -> None:
     )
 
 
+def test_a_seed_that_chose_elsewhere_is_no_judge(tmp_path: Path) -> None:
+    """It still counts where a run is its own partner."""
+    root = tmp_path / "sweep"
+    ends = {0: (3.0, 2.5, 2.75), 1: (3.2, 2.9, 3.0)}
+    for seed, losses in ends.items():
+        write(root / f"a{seed}", replace(BASE, seed=seed), {200: losses})
+    entries = [{"value": 1e-2, "seed": seed, "folders": {"200": f"a{seed}"}} for seed in ends]
+    sweep(root, entries, [200])
+    content = json.loads((root / "sweep.json").read_text())
+    for settled_by, mean in ((None, "3.1"), (0, "3.2"), (7, "3.1")):
+        (root / "sweep.json").write_text(json.dumps({**content, "settled_by": settled_by}))
+        rows = table(root, tmp_path / f"report-{settled_by}")
+        assert {row["seeds"] for row in rows} == {"2 seeds (0, 1)"}
+        (found,) = (tmp_path / f"report-{settled_by}" / "tables").glob("*-read-out.csv")
+        (row,) = csv.DictReader(found.read_text().splitlines())
+        assert float(row["weights"]) == pytest.approx(float(mean))
+    page = (tmp_path / "report-0" / "index.html").read_text()
+    assert "Seed 0 chose the value, in another sweep, and does not count" in page
+
+
 def test_no_table_without_averages(tmp_path: Path) -> None:
     root = tmp_path / "sweep"
     write(root / "a", replace(BASE, average=""), {200: (3.0,)})

@@ -1,6 +1,7 @@
 """The kept runs' tables, and the documents that quote them."""
 
 import csv
+from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 
@@ -18,3 +19,16 @@ def tables_in(text: str) -> list[str]:
 def cells(report: Path, table: str) -> list[dict[str, str]]:
     text = (report / "tables" / f"{table}.csv").read_text()
     return list(csv.DictReader(text.splitlines()))
+
+
+def words() -> str:
+    return DOCS.read_text()
+
+
+def readme() -> str:
+    return (ROOT / "README.md").read_text()
+
+
+def mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return sum(listed) / len(listed)

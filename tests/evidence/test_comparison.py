@@ -86,10 +86,14 @@ def test_differences_between_rates(losses: Losses) -> None:
 
     both = {name: f"{cost(name, 0.5)} and {cost(name, 2)}" for name in BEST}
     told = (
-        f"cost AngularMuown {both[OURS]}. Muown loses {both['muown']}, NorMuon {both['normuon']}, "
-        f"Muon {both['muon']}, AdamW {both['adamw']}"
+        f"Muown loses {both['muown']}, NorMuon {both['normuon']}, Muon {both['muon']}, AdamW "
+        f"{both['adamw']}"
     )
     assert told in DOCS.read_text()
+    assert f"cost AngularMuown {both[OURS]}, on seed 0. At half or twice" in DOCS.read_text()
+    others = [losses["normuon", rate, "0", "90M"] for rate in (4e-3, 8e-3, 1.6e-2)]
+    assert min(losses[OURS, rate, "0", "90M"] for rate in (1e-2, 4e-2)) > max(others)
+    assert f"0.04 cost {cost(OURS, 2)} nat" in (ROOT / "docs" / "tuning.md").read_text()
 
 
 def test_the_rates_that_ablations_hold_are_what_the_comparison_chose(report: Path) -> None:
@@ -106,6 +110,8 @@ def test_muons_plateau(report: Path) -> None:
     page = DOCS.read_text()
     assert begun < 31
     assert f"from 30M to 80M tokens it falls by {100 * (1 - last / first):.0f}%" in page
+    short = {t: a for t, a in angles.items() if t < 20}
+    assert min(short.values()) == short[max(short)] > 1.1 * last  # "still falling"
     assert f"the plateau is at {last:.4f} instead of √(2ηλ) = {sqrt(2 * 0.005 * 0.1):.3f}" in page
     assert f"= 39 steps, which would bring the plateau down by √39 to {sqrt(1e-3 / 39):.4f}" in page
 
@@ -115,19 +121,22 @@ def test_a_longer_cool_down(report: Path) -> None:
     assert f"{min(gains):.3f} to {max(gains):.3f} better" in DOCS.read_text()
 
 
-def test_the_closest_pair(report: Path) -> None:
+def test_the_closest_pair(report: Path, losses: Losses) -> None:
     found: dict[str, dict[str, float]] = {"angular_muown": {}, "normuon": {}}
     for row in cells(report, "closest-s-runs"):
         found[row["line"]][row["seed"]] = float(row["90M tokens"])
     ours, other = found[OURS], found["normuon"]
     assert list(ours) == list(other) == list("1234")
     gaps = [other[seed] - ours[seed] for seed in ours]
-    means = (sum(losses.values()) / 4 for losses in (ours, other))
+    means = (sum(found.values()) / 4 for found in (ours, other))
     told = (
         f"AngularMuown is {min(gaps):.3f} to {max(gaps):.3f} below it at 90M tokens: "
         "{:.4f} against {:.4f} in the mean".format(*means)
     )
     assert told in DOCS.read_text()
+    first = (behind(losses, "normuon", seed, "90M") for seed in "12")
+    assert "they are {:.3f} and {:.3f} apart".format(*first) in DOCS.read_text()
+    assert "Seeds 3 and 4 alone: {:.3f} and {:.3f}.".format(*gaps[2:]) in DOCS.read_text()
     (pair,) = cells(report, "closest-s-pairs")
     high, low = (-float(end) for end in pair["95% interval"].split(" to "))
     mean = -float(pair["mean difference"])

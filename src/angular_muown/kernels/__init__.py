@@ -8,6 +8,7 @@ before -> norms -> products -> norms -> after, chunk by chunk through a bounded 
     products    the matrix products; symmetric, apply: their kernels
     chunks      launches for some matrices of one kind; lanes: their order; room: their memory
     step        one group's fused step; numbers: its scalars; groups: all of an optimizer
+    mailbox     how addresses and scalars get to the device
     dispatch    what is covered; the rest takes the eager path
 
 Triton is imported at the first use only.

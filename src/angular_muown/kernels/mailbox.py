@@ -21,12 +21,13 @@ class Mailbox:
             self.to.copy_(values)
             return
         if not self.places:
-            shape = (PLACES, *self.to.shape)
-            self.places = list(torch.empty(shape, dtype=self.to.dtype, pin_memory=True).unbind())
+            shape, kind = (PLACES, *self.to.shape), self.to.dtype
+            pinned = torch.empty(shape, dtype=kind, device="cpu", pin_memory=True)
+            self.places = list(pinned.unbind())
             self.read = [torch.cuda.Event() for _ in range(PLACES)]
         place, read = self.places[self.sent % PLACES], self.read[self.sent % PLACES]
         read.synchronize()  # returns at once for one that was never recorded
         place.copy_(values)
         self.to.copy_(place, non_blocking=True)
-        read.record()
+        read.record(torch.cuda.current_stream(self.to.device))
         self.sent += 1
