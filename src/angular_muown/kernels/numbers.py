@@ -60,7 +60,8 @@ def _on_host(
         for parameter in step.owners:
             values += ages[counts[parameter]]
     out = torch.tensor(values, dtype=torch.float32, device="cpu")
-    out.view(torch.int32)[SEED:end:NUMBERS] = _signed(hash_seed(group["step"]))
+    if step.draws:
+        out.view(torch.int32)[SEED:end:NUMBERS] = _signed(hash_seed(group["step"]))
     return out
 
 

@@ -21,6 +21,7 @@ from angular_muown.kernels.schedule import SCALE, allocate, chain_for
 from angular_muown.kernels.tables import Where, dtypes_of, table, where
 from angular_muown.layout import Layout
 from angular_muown.recipe import Observer
+from angular_muown.rounding import DROPPED_BITS
 from angular_muown.stages.charts import normalize_rows
 
 Observers = Sequence[Observer]
@@ -43,6 +44,7 @@ class FusedStep:
         self.layout = layout
         self.device = params[0].device
         self.dtypes = [dtypes_of(p, state) for p, state in zip(params, states, strict=True)]
+        self.draws = choices.noise and any(dtype in DROPPED_BITS for dtype, *_ in self.dtypes)
         self.known = table(params, states, layout)
         self.batches, self.margin = self._batches()
         self.room = divide(budget, [batch.words for batch in self.batches])
@@ -120,8 +122,10 @@ class FusedStep:
                 yield count * batch.microseconds, index, first, count
 
     def look(self) -> Where:
-        """Where weights, gradients and state lie now."""
-        return where(self.params, self.states)
+        """Where weights, gradients and state lie now; the last answer itself where nothing moved,
+        because the same object is compared at once."""
+        places = where(self.params, self.states)
+        return self.seen if self.seen is not None and places == self.seen else places
 
     def count(self) -> Tensor:
         """Advance Adam's counters, in place: a graph of the user has recorded these tensors."""
