@@ -16,6 +16,22 @@ def tables_in(text: str) -> list[str]:
     return ["\n".join(lines) for is_table, lines in blocks if is_table]
 
 
+Rows = list[dict[str, str]]
+
+
+def rows_of(table: str) -> Rows:
+    """Of a table in Markdown."""
+    head, _, *lines = (line.strip("| ").split(" | ") for line in table.splitlines())
+    names, *lines = ([cell.strip() for cell in line] for line in (head, *lines))
+    return [dict(zip(names, line, strict=True)) for line in lines]
+
+
+def is_part_of(shown: Rows, made: Rows) -> bool:
+    """Rows of it, in their order, in all columns or some."""
+    left = iter(made)
+    return all(any(row.items() <= whole.items() for whole in left) for row in shown)
+
+
 def cells(report: Path, table: str) -> list[dict[str, str]]:
     text = (report / "tables" / f"{table}.csv").read_text()
     return list(csv.DictReader(text.splitlines()))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from angular_lab.experiment_plan import SETTLED as BEST
 from angular_lab.rundir import RunDir
-from tests.evidence.kept import DOCS, OURS, ROOT, Losses, cells, tables_in
+from tests.evidence.kept import DOCS, OURS, ROOT, Losses, cells, mean, readme, tables_in
 
 LATEST = ("90M", "90M, longer cool-down")
 
@@ -114,6 +114,37 @@ def test_muons_plateau(report: Path) -> None:
     assert min(short.values()) == short[max(short)] > 1.1 * last  # "still falling"
     assert f"the plateau is at {last:.4f} instead of √(2ηλ) = {sqrt(2 * 0.005 * 0.1):.3f}" in page
     assert f"= 39 steps, which would bring the plateau down by √39 to {sqrt(1e-3 / 39):.4f}" in page
+
+
+def trained(folder: Path) -> float:
+    """Mean training loss over the last 140 steps, of which every tenth is logged."""
+    lines = RunDir(folder).read_metrics()[-14:]
+    assert lines[-1]["step"] - lines[0]["step"] < 140
+    return mean(line["loss"] for line in lines)
+
+
+def test_training_losses(report: Path) -> None:
+    """What the lead over NorMuon is not."""
+
+    def behind_by(sweep: str, name: str, seed: str, end: str) -> float:
+        ends = {}
+        for other in (OURS, name):
+            pattern = f"{other.replace('_', '-')}-lr{BEST[other]:g}-seed{seed}-????????{end}"
+            (folder,) = (report / "runs" / sweep).glob(pattern)
+            ends[other] = trained(folder)
+        return ends[name] - ends[OURS]
+
+    ahead = [-behind_by("closest-s", "normuon", seed, "") for seed in "1234"]
+    assert min(ahead) > 0
+    told = f"NorMuon's training loss is {min(ahead):.3f} to {max(ahead):.3f} below AngularMuown's"
+    assert told in DOCS.read_text()
+    assert f"training loss is {min(ahead):.3f} to {max(ahead):.3f} lower" in readme()
+    assert all(behind_by("teaser-s", "normuon", seed, "-to2747") < 0 for seed in "012")
+    spans = []
+    for name in ("muown", "muon", "adamw"):
+        gaps = [behind_by("teaser-s", name, seed, "-to5493") for seed in "012"]
+        spans.append(f"{min(gaps):.3f} to {max(gaps):.3f}")
+    assert "by {}, {} and {} on seeds 0 to 2".format(*spans) in DOCS.read_text()
 
 
 def test_a_longer_cool_down(report: Path) -> None:
