@@ -199,8 +199,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, rest = parser.parse_known_args(argv)
     arguments.began = time.monotonic()
     settings = [word for word in rest if "=" in word and not word.startswith("-")]
-    if len(settings) < len(rest) or (settings and "overrides" not in arguments):
-        parser.error(f"unrecognized: {' '.join(word for word in rest if word not in settings)}")
+    taken = settings if "overrides" in arguments else []
+    if strange := [word for word in rest if word not in taken]:
+        parser.error(f"unrecognized: {' '.join(strange)}")
     if settings:  # key=value may also stand behind an option
         arguments.overrides = [*arguments.overrides, *settings]
     from angular_lab.health import NotFinite

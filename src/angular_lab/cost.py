@@ -5,7 +5,7 @@ import torch
 from angular_lab.experiment_plan import SCALES, Experiment
 from angular_lab.experiments import EXPERIMENTS, experiment
 from angular_lab.models import build_model
-from angular_lab.show import rate_here
+from angular_lab.show import duration, rate_here
 from angular_lab.spec import ModelSpec
 
 
@@ -41,15 +41,17 @@ def cost(plan: Experiment) -> tuple[int, float, float]:
 
 def listing() -> str:
     rate, source = rate_here()
-    rows = [f"{'experiment':11} {'scale':6} {'runs':>5} {'tokens':>9} {'FLOP':>9} {'hours':>10}"]
+    rows = [
+        f"{'experiment':11} {'scale':6} {'runs':>5} {'tokens':>9} {'FLOP':>9} {'time here':>14}"
+    ]
     for name in EXPERIMENTS:
         for scale in SCALES:
             plan = experiment(name, scale)
             runs, tokens, operations = cost(plan)
-            hours = operations / rate / 3600
+            time = duration(operations / rate)
             rows.append(
-                f"{name:11} {scale:6} {runs:5} {tokens:9.2e} {operations:9.2e} {hours:10,.2f}"
+                f"{name:11} {scale:6} {runs:5} {tokens:9.2e} {operations:9.2e} {time:>14}"
                 f"  {plan.title}"
             )
-    rows.append(f"hours on this machine at {rate / 1e12:.3g} TFLOP/s ({source})")
+    rows.append(f"time on this machine at {rate / 1e12:.3g} TFLOP/s ({source})")
     return "\n".join(rows)

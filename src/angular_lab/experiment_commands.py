@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from angular_lab.statistics import BestRate
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:  # the second imports torch
+    from angular_lab.experiment_plan import Experiment
     from angular_lab.sweep import Sweep
 
 PROCESSES = (
@@ -27,8 +28,17 @@ def seconds(text: str) -> float:
     return number
 
 
-def sweep(arguments: argparse.Namespace) -> None:
+def planned(name: str, scale: str, data: str) -> "Experiment":
+    """The experiment, with the vocabulary that the prepared data needs."""
+    from angular_lab.experiment_plan import with_tokens
     from angular_lab.experiments import experiment
+    from angular_lab.manifest import Manifest
+
+    plan, prepared = experiment(name, scale), Manifest.load(Path(data)) if data else None
+    return with_tokens(plan, prepared.vocabulary) if prepared else plan
+
+
+def sweep(arguments: argparse.Namespace) -> None:
     from angular_lab.sweep import Sweep, run_together
     from angular_lab.sweep_workers import run_in_processes
 
@@ -39,7 +49,7 @@ def sweep(arguments: argparse.Namespace) -> None:
         )
     sweeps = []
     for name in dict.fromkeys(arguments.names):
-        plan = experiment(name, arguments.scale)
+        plan = planned(name, arguments.scale, arguments.data)
         out = arguments.out or Path("runs") / f"{plan.name}-{plan.scale}"
         sweeps.append(Sweep(plan, out, arguments.data, arguments.device))
     budget = arguments.budget - (time.monotonic() - arguments.began)  # imports took seconds
@@ -68,10 +78,9 @@ def _outcome(best: BestRate | None) -> str:
 
 def submit(arguments: argparse.Namespace) -> None:
     from angular_lab import launch
-    from angular_lab.experiments import experiment
     from angular_lab.sweep import Sweep
 
-    plan = experiment(arguments.name, arguments.scale)
+    plan = planned(arguments.name, arguments.scale, arguments.data)
     out: Path = arguments.out or Path("runs") / f"{plan.name}-{plan.scale}"
     settings = dict(launch.parameter(word) for word in arguments.set)
     runner = Sweep(plan, out, arguments.data, arguments.device)

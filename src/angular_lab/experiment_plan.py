@@ -106,6 +106,17 @@ def held(scale: str, name: str) -> float:
     return rates[len(rates) // 2]
 
 
+def with_tokens(plan: Experiment, vocabulary: int) -> Experiment:
+    """For a text with so many kinds of tokens: models that lack some get them."""
+
+    def fitted(line: Line) -> Line:
+        model = line.spec.model
+        larger = replace(model, vocabulary=max(model.vocabulary, vocabulary))
+        return replace(line, spec=replace(line.spec, model=larger))
+
+    return replace(plan, lines=tuple(map(fitted, plan.lines)))
+
+
 def settler(scale: str) -> int | None:
     """The seed that chose those rates: it is no judge of what holds them."""
     return SEEDS[scale][0] if scale == "s" else None

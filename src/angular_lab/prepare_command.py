@@ -1,16 +1,19 @@
 """`angular-lab prepare`: from the command line's words to shards."""
 
 import argparse
+import sys
 from collections.abc import Iterator
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from angular_lab.corpus import documents, hf_documents
+from angular_lab.manifest import Manifest
 from angular_lab.prepare import TOKENIZER, prepare
 from angular_lab.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
 TRAINING_DOCUMENTS = 20_000  # enough for a vocabulary of tens of thousands
+FEW = 20  # documents
 
 
 def prepare_from(arguments: argparse.Namespace) -> Path:
@@ -25,7 +28,22 @@ def prepare_from(arguments: argparse.Namespace) -> Path:
         **given_of(arguments, "tokens", "shard_tokens", "val_fraction", "workers"),
         source=f"{source} {arguments.name or ''}".strip(),
     )
+    _tell(arguments.out)
     return arguments.out
+
+
+def _tell(folder: Path) -> None:
+    """Few documents make a validation loss that says little, and nobody looks at the manifest."""
+    manifest = Manifest.load(folder)
+    assert manifest is not None
+    for name, split in manifest.splits.items():
+        print(f"{name}: {split.tokens:,} tokens, {split.documents:,} documents", file=sys.stderr)
+    if manifest.splits["val"].documents < FEW:
+        print(
+            f"fewer than {FEW} documents to validate on: give more text, or a larger "
+            "--val-fraction",
+            file=sys.stderr,
+        )
 
 
 def given_of(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:

@@ -76,6 +76,11 @@ class Progress:
             f"step {step}/{self.spec.steps}",
             f"loss {loss:.4f}" if loss is not None else "loss not finite",
             f"val {metrics['val_loss']:.4f}" if "val_loss" in metrics else "",
+            *(
+                f"average {window:g} {metrics[name]:.4f}"
+                for window, name in self.spec.averages.items()
+                if name in metrics
+            ),
             f"{speed['tokens_per_second'] / 1e3:,.0f}k tokens/s",
             f"MFU {speed['mfu']:.0%}" if "mfu" in speed else "",
             f"{speed['memory_gib']:.1f} GiB" if "memory_gib" in speed else "",

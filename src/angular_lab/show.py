@@ -30,7 +30,7 @@ def describe(spec: Spec) -> str:
         f"operations   {flops:.3g} FLOP ({model.flops_per_token():.4g} per token)",
         f"memory       {_state_bytes(parameters, len(spec.averages)) / 2**30:.2f} GiB for weights, "
         "gradients and state; activations on top",
-        f"time         {_duration(flops / rate)} at {rate / 1e12:.3g} TFLOP/s ({source})",
+        f"time         {duration(flops / rate)} at {rate / 1e12:.3g} TFLOP/s ({source})",
     ]
     return "\n".join(lines)
 
@@ -73,7 +73,7 @@ def rate_here() -> tuple[float, str]:
     return 0.5 * measured, "half of a matrix product's rate, measured now"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     for unit, size in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
         if seconds >= size:
             return f"{seconds / size:.1f} {unit}"

@@ -184,8 +184,8 @@ class Trainer:
 
     @property
     def last(self) -> str:
-        newest = max(checkpoint.steps(self.run.checkpoints), default="none")
-        return f"The newest checkpoint is step {newest}"
+        saved = checkpoint.steps(self.run.checkpoints)
+        return f"The newest checkpoint is step {max(saved)}" if saved else "There is no checkpoint"
 
     def save(self) -> None:
         if not weights_are_finite(self.model):

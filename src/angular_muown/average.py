@@ -95,9 +95,12 @@ def in_place_of_weights(
     states = [(p, known.get(p, {})) for p in own]
     found = [(p, state["average"]) for p, state in states if "average" in state]
     if not found:
+        kept = any(group["average"] is not None for group in groups)
         raise RuntimeError(
-            "no average of the weights is kept: make the optimizer with average=0.1 (about the "
-            "last tenth of the steps), and take a step first"
+            "the averages begin with the next step: take one first"
+            if kept
+            else "no average of the weights is kept: make the optimizer with average=0.1 (about "
+            "the last tenth of the steps)"
         )
     sharded = [p for p, _ in found if is_sharded(p)]
     _reshard(model, sharded)  # before that, a model's parameters may be others than the optimizer's

@@ -306,6 +306,8 @@ def test_a_runs_average_can_be_taken_from_its_checkpoint(
     tokens = Tokens(data, "val", spec.model.sequence, spec.model.vocabulary)
     ranks, autocast = Ranks(0, 1, torch.device("cpu")), nullcontext()
     last, found = parsed(run)[-1], {}
+    shown = f"average {window:g} {last[f'val_loss_averaged_{window:g}']:.4f}"
+    assert shown in capsys.readouterr().err
     for average, name in ((None, "val_loss"), (window, f"val_loss_averaged_{window:g}")):
         model = load_run(run, average=average)
         found[name] = evaluate(model, tokens, 8, 4, ranks, autocast)["val_loss"]

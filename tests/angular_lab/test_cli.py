@@ -11,6 +11,8 @@ import pytest
 
 from angular_lab import checkpoint
 from angular_lab.cli import main
+from angular_lab.experiment_commands import planned
+from angular_lab.experiments import experiment
 from angular_lab.overrides import count, keys, override
 from angular_lab.recipes import RECIPES, recipe
 from angular_lab.spec import Spec
@@ -108,11 +110,15 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, words, capsys, tmp_pat
     assert "Traceback" not in error
 
 
-def test_settings_may_stand_behind_options(data, tmp_path) -> None:
+def test_settings_may_stand_behind_options(data, tmp_path, capsys) -> None:
     out = tmp_path / "run"
     assert main(["train", "nano", "--out", str(out), f"data={data}", *SMALL]) == 0
     with pytest.raises(SystemExit):
         main(["train", "nano", "--outt", str(out), "steps=1"])
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main(["sweep", "teaser", "--scale", "nano", "model.vocabulary=300"])
+    assert "unrecognized: model.vocabulary=300" in capsys.readouterr().err
 
 
 def test_a_start_that_failed_leaves_the_folder_free(data, tmp_path) -> None:
@@ -168,11 +174,21 @@ def test_prepare_from_files(tmp_path, capsys) -> None:
     out = tmp_path / "data"
     command = ["prepare", str(text), "--tokenizer", "train:300", "--val-fraction", "0.1"]
     assert main([*command, "--out", str(out), "--workers", "1"]) == 0
-    manifest = json.loads((out / "manifest.json").read_text())
-    assert manifest
+    train, val = (
+        json.loads((out / "manifest.json").read_text())["splits"][s] for s in ("train", "val")
+    )
+    told = capsys.readouterr().err
+    assert f"train: {train['tokens']:,} tokens, {train['documents']} documents" in told
+    assert f"val: {val['tokens']:,} tokens, {val['documents']} documents" in told
+    assert ("fewer than 20 documents" in told) == (val["documents"] < 20)
     assert main([*command, "--out", str(out), "--workers", "1"]) == 0, "finished: nothing to do"
     run = ["train", "nano", f"data={out}", *SMALL, "model.vocabulary=300"]
     assert main([*run, "model.sequence=16", "--out", str(tmp_path / "run")]) == 0
+    for name in ("teaser", "width"):
+        small, large = experiment(name, "nano"), planned(name, "nano", str(out))
+        assert {line.spec.model.vocabulary for line in small.lines} == {257}
+        assert {line.spec.model.vocabulary for line in large.lines} == {300}
+    assert planned("teaser", "s", str(out)) == experiment("teaser", "s"), "it has more already"
 
 
 def test_overrides_reach_every_key_and_keep_types() -> None:

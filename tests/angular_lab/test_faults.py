@@ -136,6 +136,12 @@ def test_weights_that_are_not_finite_are_never_saved(data, tmp_path, monkeypatch
         train(tiny(data, log_every=1000, eval_every=0, angle_every=0), tmp_path / "run")
 
 
+@pytest.mark.usefixtures("poisoned")
+def test_a_run_that_breaks_down_before_it_was_saved(data, tmp_path) -> None:
+    with pytest.raises(NotFinite, match=r"There is no checkpoint; lower"):
+        train(tiny(data, save_every=0), tmp_path / "run")
+
+
 def test_a_full_disk_leaves_the_last_good_checkpoint(data, tmp_path) -> None:
     """The kernel refuses to write large files, as it would on a full disk."""
     out = tmp_path / "run"
