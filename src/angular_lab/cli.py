@@ -91,11 +91,19 @@ def sample(arguments: argparse.Namespace) -> None:
 
 def export(arguments: argparse.Namespace) -> None:
     from angular_lab.export import export as write
+    from angular_lab.prepare import TOKENIZER
     from angular_lab.rundir import RunDir
-    from angular_lab.sample import load_run
+    from angular_lab.runs import data_place
+    from angular_lab.sample import load_run, tokenizer_of
 
     model = load_run(arguments.run, average=arguments.average)
-    write(model, RunDir(arguments.run).read_spec().model, arguments.out)
+    spec = RunDir(arguments.run).read_spec()
+    data = data_place(spec)
+    tokenizer = tokenizer_of(data) if (data / TOKENIZER).exists() else None
+    write(model, spec.model, arguments.out, tokenizer)
+    if tokenizer is None or tokenizer.for_transformers is None:
+        why = "bytes" if tokenizer else f"no {TOKENIZER} in {data}"
+        print(f"without a tokenizer: {why}", file=sys.stderr)
     print(arguments.out)
 
 

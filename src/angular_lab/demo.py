@@ -46,15 +46,15 @@ def run_demo(out: Path, steps: int = 0) -> Path:
     untrained.init_weights(spec.seed)
     before = generate(untrained, tokenizer, PROMPT)
     after = generate(load_run(folders[-1]), tokenizer, PROMPT)
-    print("\n" + text_table([summary(RunDir(folder)) for folder in folders]))
-    print(f"\nbefore training:\n{before!r}\n\nafter training with {RUNS[-1][0]}:\n{after}")
     note = "One seed, 300 steps, a tiny model: this shows the lab at work, not which is best."
+    print("\n" + text_table([summary(RunDir(folder)) for folder in folders]))
+    print(f"\n{note}")
+    print(f"\nbefore training:\n{before!r}\n\nafter training with {RUNS[-1][0]}:\n{after}")
     texts = [
-        ("Read this first", note),
         ("A sample before training", before),
         (f"... and after, by {RUNS[-1][0]}", after),
     ]
-    page = write_report(folders, out, "Four optimizers on Python's standard library", texts)
+    page = write_report(folders, out, "Four optimizers on Python's standard library", texts, [note])
     if sys.stdout.isatty():
         webbrowser.open(page.resolve().as_uri())
     return page

@@ -16,6 +16,7 @@ from torch import Tensor
 from angular_lab.models import LanguageModel
 from angular_lab.models.layers import head_size, kv_heads, mlp_width, qkv_rows
 from angular_lab.spec import ModelSpec
+from angular_lab.tokenizer import Tokenizer
 
 Exported = tuple[dict[str, Tensor], dict[str, Any]]  # state and configuration
 
@@ -71,8 +72,14 @@ def from_qwen2(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 EXPORTS: dict[str, Callable[[LanguageModel], Exported]] = {"dense": to_llama, "qwen2": to_qwen2}
 
 
-def export(model: LanguageModel, spec: ModelSpec, folder: str | PathLike[str]) -> None:
-    """Write config.json and model.safetensors, for `from_pretrained(folder)` of transformers."""
+def export(
+    model: LanguageModel,
+    spec: ModelSpec,
+    folder: str | PathLike[str],
+    tokenizer: Tokenizer | None = None,
+) -> None:
+    """Write config.json and model.safetensors, for `from_pretrained(folder)` of transformers; with
+    a tokenizer, its files too. Its token between documents begins and ends a text."""
     try:
         from safetensors.torch import save_file
     except ImportError as error:
@@ -86,6 +93,10 @@ def export(model: LanguageModel, spec: ModelSpec, folder: str | PathLike[str]) -
     state, config = EXPORTS[spec.kind](model)
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
+    if tokenizer is not None:
+        config |= dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.end_of_text)
+        for name, text in (tokenizer.for_transformers or {}).items():
+            (path / name).write_text(text, "utf-8")
     # Older releases of transformers refuse files that do not say which framework wrote them.
     save_file(state, path / "model.safetensors", metadata={"format": "pt"})
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")

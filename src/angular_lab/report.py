@@ -182,15 +182,20 @@ def _whole_run(folder: Path, warnings: list[str]) -> Run:
 
 
 def write_report(
-    folders: Sequence[Path], out: Path, title: str, texts: Sequence[tuple[str, str]] = ()
+    folders: Sequence[Path],
+    out: Path,
+    title: str,
+    texts: Sequence[tuple[str, str]] = (),
+    words: Sequence[str] = (),
 ) -> Path:
-    """index.html and curves.png about a few runs; `texts` are (heading, text) pairs to show."""
+    """index.html and curves.png about a few runs; `words` stand above all, `texts` are (heading,
+    text) pairs to show below."""
     if not folders:
         raise ValueError("no runs to report on")
     warnings: list[str] = []
     runs = [_whole_run(folder, warnings) for folder in folders]
     section = single_section(runs, "runs", title)
     section.warnings, section.texts = [*warnings, *section.warnings], texts
-    page = write_page(out, title, [section])
+    page = write_page(out, title, [section], words)
     save_png([figure.panel for figure in section.figures[:2]], out / "curves.png")
     return page

@@ -93,18 +93,11 @@ def _readings(member: Member) -> Iterator[tuple[Run, str, dict[str, Any]]]:
         if member.diverged or run.final is None:
             continue
         evaluated = [line for line in run.metrics if "val_loss" in line]
-        full_rate = [line for line in evaluated if line["step"] <= _last_full_rate(run)]
+        full_rate = [line for line in evaluated if line["step"] <= run.full_rate_until]
         if full_rate:
             yield run, UNCOOLED, full_rate[-1]
         if run.spec.schedule.kind != "constant":
             yield run, COOLED, evaluated[-1]
-
-
-def _last_full_rate(run: Run) -> int:
-    """The step after which the rate falls; 0 where it falls all the time."""
-    spec = run.spec
-    before = {"constant": spec.steps, "wsd": spec.steps - spec.decay_steps}
-    return before.get(spec.schedule.kind, 0)
 
 
 def _row(key: Key, weights: dict[int, float], averages: dict[int, float]) -> Row:

@@ -65,6 +65,13 @@ class Run:
             return None
         return last
 
+    @property
+    def full_rate_until(self) -> int:
+        """The step after which the rate falls; 0 where it falls all the time."""
+        spec = self.spec
+        before = {"constant": spec.steps, "wsd": spec.steps - spec.decay_steps}
+        return before.get(spec.schedule.kind, 0)
+
     def read_from(self, window: float) -> "Run":
         """As if the loss of this average were that of the weights."""
         name = self.spec.averages.get(window, "")

@@ -29,19 +29,31 @@ def labels(runs: Sequence[Run]) -> list[str]:
     return [f"{run.folder.parent.name}/{run.name}" for run in runs]
 
 
+def _angles(run: Run) -> list[float]:
+    """Between warm-up and cool-down, where the rate says nothing of its own; all without those."""
+    found = [(x["step"], x["angle_mean"]) for x in run.metrics if "angle_mean" in x]
+    warm, until = run.spec.schedule.warmup, run.full_rate_until
+    return [a for step, a in found if warm < step <= until] or [a for _, a in found]
+
+
 def row(run: Run) -> dict[str, Any]:
     """Where a run ended and how fast it was."""
     last = run.metrics[-1] if run.metrics else {}
     evaluated = next((x for x in reversed(run.metrics) if "val_loss" in x), {})
-    angles = run.series("angle_mean")[1]
+    angles = _angles(run)
     return {
         "optimizer": run.spec.optim.name,
         "lr": run.spec.optim.lr,
+        "aux lr": run.spec.optim.aux_lr or run.spec.optim.lr,
         "steps": last.get("step"),
         "tokens": last.get("tokens"),
         "validation loss": evaluated.get("val_loss"),
+        **{
+            f"of the average, {window:g}": evaluated.get(name)
+            for window, name in run.spec.averages.items()
+        },
         "bits per byte": evaluated.get("val_bits_per_byte"),
-        "angle, first to last (mrad)": f"{1e3 * angles[0]:.2f} - {1e3 * angles[-1]:.2f}"
+        "angle at full rate (mrad)": f"{1e3 * angles[0]:.2f} - {1e3 * angles[-1]:.2f}"
         if angles
         else None,
         "tokens/s": run.speed,

@@ -25,8 +25,8 @@ class Tokenizer:
     So `end_of_text` never comes out of `encode`, and nothing is added at either end.
     """
 
-    def __init__(self, backend: _Backend, json: str, vocabulary: int, end_of_text: int) -> None:
-        self._backend, self._json = backend, json
+    def __init__(self, backend: _Backend, text: str, vocabulary: int, end_of_text: int) -> None:
+        self._backend, self._json = backend, text
         self.vocabulary, self.end_of_text = vocabulary, end_of_text
 
     def encode(self, text: str) -> list[int]:
@@ -42,6 +42,16 @@ class Tokenizer:
         """As json; `load_tokenizer` of that path gives this tokenizer back."""
         with atomic_file(Path(path)) as file:
             file.write(self._json.encode())
+
+    @property
+    def for_transformers(self) -> dict[str, str] | None:
+        """Files from which its AutoTokenizer makes this tokenizer; None for bytes, which it does
+        not have."""
+        if self._json == BYTES_JSON:
+            return None
+        end = self.decode([self.end_of_text])
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "bos_token": end}
+        return {"tokenizer.json": self._json, "tokenizer_config.json": json.dumps(config)}
 
     @property
     def fingerprint(self) -> str:

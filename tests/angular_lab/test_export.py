@@ -16,11 +16,18 @@ from torch import Tensor, nn
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the import: nothing is fetched
 
 from safetensors import safe_open
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from angular_lab.export import export, from_qwen2, to_llama, to_qwen2
 from angular_lab.models import build_model
 from angular_lab.spec import ModelSpec
+from angular_lab.tokenizer import load_tokenizer, train_tokenizer
 from tests.angular_lab.tiny import SPECS, scrambled, text
 
 LLAMA = (LlamaConfig, LlamaForCausalLM, to_llama)
@@ -126,3 +133,19 @@ def test_without_safetensors_the_extra_is_named(monkeypatch, tmp_path: Path) -> 
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     with pytest.raises(ImportError, match=r"pip install -e '.\[lab\]'"):
         export(build_model(SPECS["dense"]), SPECS["dense"], tmp_path)
+
+
+def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
+    """transformers' own reader makes the same ids, and knows what ends a text."""
+    texts = [f"document {i} says hello and goodbye" for i in range(50)]
+    tokenizer = train_tokenizer(iter(texts), 300)
+    spec = replace(SPECS["dense"], vocabulary=300)
+    export(build_model(spec), spec, tmp_path, tokenizer)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for line in (*texts, "something else, 123\n"):
+        assert theirs(line)["input_ids"] == tokenizer.encode(line)
+    assert theirs.eos_token_id == theirs.bos_token_id == tokenizer.end_of_text
+    config = LlamaConfig.from_pretrained(tmp_path)
+    assert config.eos_token_id == config.bos_token_id == tokenizer.end_of_text
+    export(build_model(spec), spec, tmp_path / "bytes", load_tokenizer("bytes"))
+    assert not list((tmp_path / "bytes").glob("tokenizer*")), "transformers has no such tokenizer"

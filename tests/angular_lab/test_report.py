@@ -3,19 +3,23 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from angular_lab.demo import RUNS, run_demo
-from angular_lab.report import text_table, write_report
+from angular_lab.report import summary, text_table, write_report
+from angular_lab.rundir import RunDir
 from angular_lab.runs import train
 from tests.angular_lab.runs import tiny
 
 
 def test_the_page_needs_nothing_from_outside(data, tmp_path) -> None:
     train(tiny(data), tmp_path / "run")
-    page = write_report([tmp_path / "run"], tmp_path / "out", "A title & more", [("H", "<b>")])
+    title, texts = "A title & more", [("H", "<b>")]
+    page = write_report([tmp_path / "run"], tmp_path / "out", title, texts, ["Above < all"])
     text = page.read_text()
+    assert text.index("Above &lt; all") < text.index("<table")
     assert text.count("<svg") == 4
     assert "A title &amp; more" in text
     assert "<pre>&lt;b&gt;</pre>" in text
@@ -54,3 +58,16 @@ def test_the_demo_in_miniature(tmp_path, monkeypatch, capsys) -> None:
     shown = capsys.readouterr().out
     assert all(name in shown for name, *_ in RUNS)
     assert "before training" in shown
+
+
+def test_a_run_by_itself(data, tmp_path) -> None:
+    """Its rates, its averages, and angles from where the rate stands still."""
+    spec = tiny(data, steps=12, average="0.5", angle_every=1)
+    spec = replace(spec, schedule=replace(spec.schedule, warmup=2, decay=0.25))
+    train(spec, tmp_path / "run")
+    lines = RunDir(tmp_path / "run").read_metrics()
+    found = summary(RunDir(tmp_path / "run"))
+    assert found["aux lr"] == (spec.optim.aux_lr or spec.optim.lr)
+    assert found["of the average, 0.5"] == lines[-1]["val_loss_averaged_0.5"]
+    first, last = (1e3 * lines[step - 1]["angle_mean"] for step in (3, 9))
+    assert found["angle at full rate (mrad)"] == f"{first:.2f} - {last:.2f}"
