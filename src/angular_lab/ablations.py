@@ -104,6 +104,19 @@ def larger(scale: str) -> Experiment:
     return Experiment("larger", scale, "A larger model", lines, (steps,), SEEDS[scale][:1])
 
 
+def control(scale: str) -> Experiment:
+    """The schedule without the geometry: others, whose matrices' rate falls as kappa does. They
+    begin at higher rates than where they are best at a constant one."""
+    ours, spec = "angular_muown", base(scale)
+    falling = replace(spec, schedule=replace(spec.schedule, fall=spec.optim.decay_scale))
+    lines = [Line(ours, trained_by(spec, ours), (held(scale, ours),))]
+    for name in ("normuon", "muon"):
+        values = tuple(factor * held(scale, name) for factor in (1, 2, 4))
+        lines.append(Line(f"{name}, falling", trained_by(falling, name), values))
+    title = "Others with a rate that falls as kappa does"
+    return Experiment("control", scale, title, tuple(lines), HORIZONS[scale][-1:], SEEDS[scale])
+
+
 PUBLISHED = "as published"
 CONSTRAINED = "constrained polar factor"
 EARLIER = "kappa of degree 0.6"

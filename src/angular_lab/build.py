@@ -17,7 +17,7 @@ import angular_muown as library
 from angular_lab.models import LanguageModel, build_model, tensor_parallel
 from angular_lab.ranks import Ranks
 from angular_lab.spec import OptimSpec, Spec
-from angular_muown import cosine, plan, wsd
+from angular_muown import cosine, inverse_polynomial, plan, wsd
 
 OPTIMIZERS = {
     "muon": library.Muon,
@@ -126,6 +126,11 @@ def make_optimizer(model: LanguageModel, spec: Spec) -> torch.optim.Optimizer:
     )
     fused = next(model.parameters()).is_cuda
     _check_meaning(o)
+    if spec.schedule.fall and o.name == "adamw":
+        raise ValueError(
+            f"schedule.fall={spec.schedule.fall:g} is for the matrices' rate, and optim.name=adamw "
+            "has one rate for all: leave it at 0"
+        )
     if o.name == "adamw":
         return torch.optim.AdamW(
             [_plain(group, o.weight_decay) for group in groups],
@@ -193,6 +198,12 @@ def lr_factor(spec: Spec, step: int) -> float:
     if s.kind == "cosine":
         return cosine(step, spec.steps, s.warmup)
     return wsd(step, spec.steps, s.warmup)  # constant: only the warm-up of it
+
+
+def matrix_factor(spec: Spec, step: int) -> float:
+    """What the matrices' rate has beside that: kappa's form, for optimizers without a kappa."""
+    s = spec.schedule
+    return inverse_polynomial(step, s.warmup, s.fall, 1.0)
 
 
 def balance_experts(model: LanguageModel, ranks: Ranks) -> None:

@@ -134,6 +134,7 @@ EXPERIMENTS: dict[str, Callable[[str], Experiment]] = {
     "radius": ablations.radius,
     "split-qkv": ablations.split_qkv,
     "kappa": ablations.kappa,
+    "control": ablations.control,
     "closest": ablations.closest,
     "larger": ablations.larger,
     "leads": ablations.leads,

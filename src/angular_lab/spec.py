@@ -62,6 +62,7 @@ class ScheduleSpec:
     warmup: int = 100
     decay: float = 0.1  # share of the steps in the linear cool-down (wsd)
     decay_steps: int = 0  # the same as a number of steps; 0: by share
+    fall: float = 0.0  # c of a further (1 + c (t - warmup))^(-1) on the matrices' rate alone
 
 
 def _window(text: str) -> float:
@@ -136,6 +137,8 @@ class Spec:
             raise ValueError(
                 f"schedule.kind={self.schedule.kind}: it must be wsd, cosine or constant"
             )
+        if self.schedule.fall < 0:
+            raise ValueError(f"schedule.fall={self.schedule.fall:g}: it must be at least 0")
 
     @property
     def pinned(self) -> tuple[int, ...]:

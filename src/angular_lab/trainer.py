@@ -110,8 +110,9 @@ class Trainer:
     def update(self) -> None:
         self.monitor.steps = self.step + 1  # so that it measures the steps that are logged
         factor = build.lr_factor(self.spec, self.step)
+        falling = build.matrix_factor(self.spec, self.step)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate * factor
+            group["lr"] = rate * factor * (falling if group.get("algorithm") == "matrix" else 1)
         self.optimizer.step()
         self.averages.update()
         self.passes.clear()
