@@ -36,11 +36,10 @@ def paper_note(sweep: SweepData) -> str:
 
 
 def judges_note(sweep: SweepData) -> str:
-    chose = sweep.seeds[0] if sweep.chose else sweep.settled_by
-    if chose not in sweep.seeds or len(sweep.seeds) < 2:
+    if sweep.chooser not in sweep.seeds or len(sweep.seeds) < 2:
         return ""
     where = "" if sweep.chose else ", in another sweep,"
-    return f"Seed {chose} chose the value{where} and does not count once others are there. "
+    return f"Seed {sweep.chooser} chose the value{where} and does not count once others are there. "
 
 
 def mean_cells(sweep: SweepData, horizon: int) -> dict[str, Mark | None]:

@@ -86,10 +86,14 @@ class SweepData:
         return any(self.has_grid(label) for label in self.lines)
 
     @property
+    def chooser(self) -> int | None:
+        """The seed that chose the values, here or in another sweep."""
+        return self.seeds[0] if self.chose else self.settled_by
+
+    @property
     def judges(self) -> list[int]:
         """Seeds that count in means and verdicts: not one that chose, unless it is the only one."""
-        chose = self.seeds[0] if self.chose else self.settled_by
-        return [seed for seed in self.seeds if seed != chose] or self.seeds
+        return [seed for seed in self.seeds if seed != self.chooser] or self.seeds
 
     def has_grid(self, label: str) -> bool:
         return len({member.value for member in self.of_line(label)}) > 1
