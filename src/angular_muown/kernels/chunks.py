@@ -48,6 +48,10 @@ class Choices:
     noise: bool
     iteration: Callable[[Tensor], Tensor]
 
+    def draws(self, dtype: torch.dtype) -> bool:
+        """Whether weights of this type are rounded by chance."""
+        return self.noise and dtype in DROPPED_BITS
+
     @staticmethod
     def of(recipe: Recipe, group: dict[str, Any]) -> "Choices":
         return Choices(
@@ -169,7 +173,7 @@ class Chunk:
             self._launch(squares_kernel, self.stats, Q, *self.shape, 1 / SCALE)
             moments: Any = second_moment_kernel[(self.count,)]
             moments(self.lines, self.numbers, self.stats, *self.shape[1:], BLOCK)
-        noise = choices.noise and self.batch.kind[2] in DROPPED_BITS
+        noise = choices.draws(self.batch.kind[2])
         flags = (choices.chart, choices.radius, choices.factors, choices.maximize, noise, observed)
         tables = (self.lines, self.numbers, self.ages, self.stats)
         self._launch(after_kernel, *tables, Q, *self.shape, 1 / SCALE, *flags, *types)

@@ -21,7 +21,6 @@ from angular_muown.kernels.schedule import SCALE, allocate, chain_for
 from angular_muown.kernels.tables import Where, dtypes_of, table, where
 from angular_muown.layout import Layout
 from angular_muown.recipe import Observer
-from angular_muown.rounding import DROPPED_BITS
 from angular_muown.stages.charts import normalize_rows
 
 Observers = Sequence[Observer]
@@ -44,7 +43,7 @@ class FusedStep:
         self.layout = layout
         self.device = params[0].device
         self.dtypes = [dtypes_of(p, state) for p, state in zip(params, states, strict=True)]
-        self.draws = choices.noise and any(dtype in DROPPED_BITS for dtype, *_ in self.dtypes)
+        self.draws = any(choices.draws(dtype) for dtype, *_ in self.dtypes)
         self.known = table(params, states, layout)
         self.batches, self.margin = self._batches()
         self.room = divide(budget, [batch.words for batch in self.batches])
