@@ -44,7 +44,7 @@ def row(run: Run) -> dict[str, Any]:
     return {
         "optimizer": run.spec.optim.name,
         "lr": run.spec.optim.lr,
-        "aux lr": run.spec.optim.aux_lr or run.spec.optim.lr,
+        "aux lr": run.spec.optim.spelled_out().aux_lr,
         "steps": last.get("step"),
         "tokens": last.get("tokens"),
         "validation loss": evaluated.get("val_loss"),

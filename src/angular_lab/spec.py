@@ -4,7 +4,7 @@ A variant is `dataclasses.replace`; the command line sets `key=value` with dotte
 (`overrides.py`). Everything here is plain: numbers, strings, booleans.
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 
@@ -54,6 +54,10 @@ class OptimSpec:
     exact_angle: bool = False
     row_beta: float = 0.0  # NorMuon's; 0: the optimizer's own, which is none for AngularMuown
     column_gains: bool = False
+
+    def spelled_out(self) -> "OptimSpec":
+        """With rates that are "as lr" by their numbers."""
+        return replace(self, aux_lr=self.aux_lr or self.lr, radius_lr=self.radius_lr or self.lr)
 
 
 @dataclass(frozen=True)

@@ -75,11 +75,9 @@ def _is_same(stored: Spec, wanted: Spec) -> bool:
 
 
 def _spelled_out(spec: Spec) -> Spec:
-    """Rates that are "as lr" by their numbers; averages aside, which change no run."""
-    rate = spec.optim.lr
-    rates = {"aux_lr": spec.optim.aux_lr or rate, "radius_lr": spec.optim.radius_lr or rate}
+    """All rates by their numbers; averages aside, which change no run."""
     schedule = replace(spec.schedule, decay=0.0)  # _way has it
-    return replace(spec, average="", optim=replace(spec.optim, **rates), schedule=schedule)
+    return replace(spec, average="", optim=spec.optim.spelled_out(), schedule=schedule)
 
 
 def _way(spec: Spec) -> tuple[Any, ...]:
