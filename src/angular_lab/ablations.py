@@ -105,8 +105,8 @@ def larger(scale: str) -> Experiment:
 
 
 def control(scale: str) -> Experiment:
-    """The schedule without the geometry: others, whose matrices' rate falls as kappa does. They
-    begin at higher rates than where they are best at a constant one."""
+    """The schedule without the geometry: others, whose matrices' rate falls as kappa does, from
+    where it is best at a constant rate and from above."""
     ours, spec = "angular_muown", base(scale)
     falling = replace(spec, schedule=replace(spec.schedule, fall=spec.optim.decay_scale))
     lines = [Line(ours, trained_by(spec, ours), (held(scale, ours),))]

@@ -46,7 +46,8 @@ def run_demo(out: Path, steps: int = 0) -> Path:
     untrained.init_weights(spec.seed)
     before = generate(untrained, tokenizer, PROMPT)
     after = generate(load_run(folders[-1]), tokenizer, PROMPT)
-    note = "One seed, 300 steps, a tiny model: this shows the lab at work, not which is best."
+    size = f"One seed, {spec.steps} steps, a tiny model"
+    note = f"{size}: this shows the lab at work, not which is best."
     print("\n" + text_table([summary(RunDir(folder)) for folder in folders]))
     print(f"\n{note}")
     print(f"\nbefore training:\n{before!r}\n\nafter training with {RUNS[-1][0]}:\n{after}")

@@ -9,7 +9,7 @@ PLACES = 32  # letters on their way; the host waits when it is that many steps a
 class Mailbox:
     """The device reads pinned memory by itself while the host goes on. It is pinned once: pinned
     for every step, it would be new memory each time while the device is some steps behind, and to
-    pin memory can take the host longer than all the rest of a step."""
+    pin it is a call to the driver."""
 
     def __init__(self, to: Tensor) -> None:
         self.to, self.sent = to, 0
