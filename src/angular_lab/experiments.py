@@ -131,6 +131,7 @@ EXPERIMENTS: dict[str, Callable[[str], Experiment]] = {
     "moe": moe,
     "speedrun": speedrun,
     "aux-lr": ablations.aux_lr,
+    "tuned-adamw": ablations.tuned_adamw,
     "radius": ablations.radius,
     "split-qkv": ablations.split_qkv,
     "kappa": ablations.kappa,

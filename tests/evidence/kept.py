@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 
+from angular_lab.rundir import RunDir
+
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs" / "evidence.md"
 OURS = "angular_muown"
@@ -48,3 +50,10 @@ def readme() -> str:
 def mean(values: Iterable[float]) -> float:
     listed = list(values)
     return sum(listed) / len(listed)
+
+
+def trained(folder: Path) -> float:
+    """Mean training loss over the last 140 steps, of which every tenth is logged."""
+    lines = RunDir(folder).read_metrics()[-14:]
+    assert lines[-1]["step"] - lines[0]["step"] < 140
+    return mean(line["loss"] for line in lines)

@@ -25,7 +25,20 @@ from tests.evidence.kept import (
 
 AGAIN = "run `make evidence` and copy what it made"
 DATA = "data/mixture"
-SWEEPS = ("teaser", "closest", "angles", "leads", "average", "aux-lr", "split-qkv", "radius")
+SWEEPS = (
+    "teaser",
+    "closest",
+    "larger",
+    "angles",
+    "width",
+    "leads",
+    "constrained",
+    "average",
+    "aux-lr",
+    "split-qkv",
+    "radius",
+    "kappa",
+)
 
 
 def throughput() -> dict[str, dict[str, Any]]:
@@ -90,6 +103,12 @@ def test_leads_in_words(report: Path) -> None:
     for name, before in LOGGED.items():
         assert f"{before}{found.pop(name)['weights']:.4f}" in log
     assert not found
+    ends = {r["line"]: float(r["22.5M tokens"]) for r in cells(report, "constrained-s-runs")}
+    lead, plain = ends["constrained polar factor"], ends["as published"]
+    assert f"horizon: {lead - plain:.3f} above the method as published" in words()
+    assert f"{lead:.4f} after 22.5M tokens, where the method as published has {plain:.4f}" in log
+    assert "Of thirteen changes beyond the paper" in readme()
+    assert len(LOGGED) + 1 == 13
 
 
 LOGGED = {  # what stands before a lead's number
@@ -102,6 +121,9 @@ LOGGED = {  # what stands before a lead's number
     "column gains": "column gains, ",
     "kappa half as fast": "at half and at twice the speed: ",
     "kappa twice as fast": "3.6217 and ",
+    "log radius, aux rate x 0.3": "together at ",
+    "kappa of degree 0.6": "of degree 0.6 it came out at ",
+    "kappa of degree 0.5": "of degree 0.5 at ",
 }
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from angular_lab.experiment_plan import SETTLED as BEST
 from angular_lab.rundir import RunDir
-from tests.evidence.kept import DOCS, OURS, ROOT, Losses, cells, mean, readme, tables_in
+from tests.evidence.kept import DOCS, OURS, ROOT, Losses, cells, readme, tables_in, trained
 
 LATEST = ("90M", "90M, longer cool-down")
 
@@ -114,13 +114,6 @@ def test_muons_plateau(report: Path) -> None:
     assert min(short.values()) == short[max(short)] > 1.1 * last  # "still falling"
     assert f"the plateau is at {last:.4f} instead of √(2ηλ) = {sqrt(2 * 0.005 * 0.1):.3f}" in page
     assert f"= 39 steps, which would bring the plateau down by √39 to {sqrt(1e-3 / 39):.4f}" in page
-
-
-def trained(folder: Path) -> float:
-    """Mean training loss over the last 140 steps, of which every tenth is logged."""
-    lines = RunDir(folder).read_metrics()[-14:]
-    assert lines[-1]["step"] - lines[0]["step"] < 140
-    return mean(line["loss"] for line in lines)
 
 
 def test_training_losses(report: Path) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from angular_lab.experiment_plan import SETTLED as BEST
 from angular_lab.rundir import RunDir
-from tests.evidence.kept import OURS, Losses, cells, mean, readme, words
+from tests.evidence.kept import OURS, Losses, cells, mean, readme, trained, words
 
 
 def finals(report: Path, sweep: str) -> dict[tuple[str, ...], float]:
@@ -18,16 +18,30 @@ def finals(report: Path, sweep: str) -> dict[tuple[str, ...], float]:
 
 
 def test_the_rate_of_embeddings_in_words(report: Path, losses: Losses) -> None:
-    aux, angles = finals(report, "aux-lr"), finals(report, "angles")
-    usual = {seed: losses["adamw", BEST["adamw"], seed, "22.5M"] for seed in "01"}
-    gains = [usual[seed] - aux["adamw", "0.008", seed] for seed in "01"]
-    most = usual["0"] - aux["adamw", "0.016", "0"]
-    told = "at 8e-3 it gains {:.3f} on seed 0 and {:.3f} on seed 1".format(*gains)
-    assert f"{told}, at 1.6e-2 {most:.3f} on seed 0" in words()
-    gap = angles["adamw", "0.002", "0"] - angles[OURS, "0.02", "0"]
-    assert f"the {gap:.3f} that separate it from AngularMuown there" in words()
-    told = "it is {:.3f} and {:.3f} better at 22.5M tokens on two seeds".format(*gains)
-    assert f"{told}, {most:.3f} on one at a still higher rate" in readme()
+    aux = finals(report, "aux-lr")
+
+    def apart(name: str, value: str) -> tuple[float, float]:
+        """Mean over seeds 1 and 2, at that rate and at the hidden matrices'."""
+        usual = mean(losses[name, BEST[name], seed, "22.5M"] for seed in "12")
+        return mean(aux[name, value, seed] for seed in "12"), usual
+
+    first = losses["adamw", BEST["adamw"], "0", "22.5M"] - aux["adamw", "0.016", "0"]
+    own, usual = apart("adamw", "0.016")
+    gain, gap = usual - own, usual - apart(OURS, "0.008")[1]
+    told = f"at 1.6e-2 it gains {first:.3f} on seed 0, and {gain:.3f} in the mean over seeds 1"
+    assert told in words()
+    assert gain > gap / 4
+    assert f"more than a quarter of the {gap:.3f} by which AngularMuown is below it" in words()
+    assert f"it is {gain:.3f} better at 22.5M tokens, where AngularMuown's lead is {gap:.3f}" in (
+        readme()
+    )
+    muon, ours = apart("muon", "0.004"), apart(OURS, "0.008")
+    assert muon[0] > muon[1]  # "no other gains"
+    assert ours[0] > ours[1]
+    told = "(Muon {:.4f} against {:.4f}, AngularMuown {:.4f} against {:.4f})"
+    assert told.format(*muon, *ours) in words()
+    best = {row["line"]: float(row["best aux_lr"]) for row in cells(report, "aux-lr-s-final-loss")}
+    assert [best[name] for name in ("normuon", "muown")] == [BEST["normuon"], BEST["muown"]]
 
 
 def test_angles_in_words(report: Path) -> None:
@@ -57,7 +71,43 @@ def test_the_row_lengths_rate_in_words(report: Path, losses: Losses) -> None:
     whole = mean(losses["muown", BEST["muown"], seed, "22.5M"] for seed in "12")
     assert f"{quarter:.4f} against {whole:.4f} on seeds 1 and 2" in words()
     assert f"That is {whole - quarter:.3f} more than the comparison gives it" in words()
-    assert f"({losses[OURS, 0.02, '0', '22.5M']:.4f} at 2e-2, in the comparison)" in words()
+    ours = radius[OURS, "0.016", "0"], losses[OURS, 0.02, "0", "22.5M"]
+    assert "1.6e-2 has {:.4f}, the comparison's 2e-2 {:.4f}".format(*ours) in words()
+    own = mean(radius[OURS, "0.016", seed] for seed in "12")
+    usual = mean(losses[OURS, 0.02, seed, "22.5M"] for seed in "12")
+    assert f"on seeds 1 and 2 it is {own:.4f} against {usual:.4f}" in words()
+
+
+def test_the_larger_model_in_words(report: Path) -> None:
+    rows = {row.pop("line"): row for row in cells(report, "larger-s-read-out")}
+    ours, other = ({k: float(v) for k, v in rows[name].items()} for name in (OURS, "normuon"))
+    behind = {name: other[name] - ours[name] for name in ours}
+    told = (
+        f"AngularMuown is {behind['weights']:.3f} below NorMuon, {behind['average, 0.1']:.3f} "
+        f"where both are averaged over a tenth of the steps, and {-behind['average, 0.2']:.3f} "
+        "above where it is a fifth"
+    )
+    assert told in words()
+    runs = {
+        RunDir(folder).read_spec().optim.name: folder
+        for folder in (report / "runs" / "larger-s").iterdir()
+        if folder.is_dir()
+    }
+    early = {n: RunDir(f).read_metrics() for n, f in runs.items()}
+    at = {n: next(x["val_loss"] for x in m if x["step"] == 2000) for n, m in early.items()}
+    told = f"at 65.5M tokens, NorMuon is {at[OURS] - at['normuon']:.3f} ahead"
+    assert told in words()
+    gap = trained(runs[OURS]) - trained(runs["normuon"])
+    assert f"NorMuon's training loss is {gap:.3f} lower** over the last 140 steps" in words()
+    told = f"{behind['weights']:.3f} below NorMuon in validation loss, {gap:.3f} above it in"
+    assert told in readme()
+    assert f"{behind['weights']:.3f} below it in validation loss and {gap:.3f} above it" in words()
+
+
+def test_the_best_rate_of_one_width_in_words(report: Path) -> None:
+    ends = [v for (line, _, _), v in finals(report, "width").items() if line == "d = 384"]
+    assert "(22.5M tokens, seed 0: {:.4f}, {:.4f}, {:.4f}, {:.4f})".format(*ends) in words()
+    assert min(ends) == ends[1]
 
 
 def test_verdicts_are_of_five_thousandths_and_one_sign(report: Path) -> None:
