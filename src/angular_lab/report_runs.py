@@ -29,6 +29,8 @@ class Run:
     made_in: str  # the run of another sweep that it was taken over from; "": made here
     metrics: Lines
     speeds: tuple[float, ...]  # tokens per second, as logged
+    alone: tuple[float, ...]  # those of them with no other run on the device
+    at_once: frozenset[int]  # how many runs were on it; nothing where the log does not say
     done: bool
     diverged: bool
 
@@ -97,8 +99,7 @@ def read_run(folder: Path, warnings: list[str]) -> Run | None:
     if not metrics and not (folder / DIVERGED).exists():
         warnings.append(f"{folder} has no metrics: it has not logged a step yet")
     timing = read_lines(run.timing_path, warnings)
-    logged = (line.get("tokens_per_second", 0) for line in timing)
-    speeds = tuple(speed for speed in logged if speed > 0)
+    known = [line for line in timing if line.get("tokens_per_second", 0) > 0]
     result = Run(
         folder=folder,
         spec=spec,
@@ -106,7 +107,9 @@ def read_run(folder: Path, warnings: list[str]) -> Run | None:
         device=str(content.get("versions", {}).get("device", "")),
         made_in=str(content.get("made_in", "")),
         metrics=metrics,
-        speeds=speeds,
+        speeds=tuple(line["tokens_per_second"] for line in known),
+        alone=tuple(x["tokens_per_second"] for x in known if x.get("runs_at_once") == 1),
+        at_once=frozenset(line["runs_at_once"] for line in known if "runs_at_once" in line),
         done=run.done,
         diverged=(folder / DIVERGED).exists(),
     )

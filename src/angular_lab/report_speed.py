@@ -31,7 +31,8 @@ def speed_table(sweep: SweepData) -> Table | None:
     note = (
         f"Tokens of the other line over the tokens at which {sweep.ours}'s cooled-down curve, "
         "interpolated in log tokens, reaches the other's final loss. Interval: Student's, of the "
-        "mean over seeds. Wall-clock: the same, times the ratio of median tokens/s."
+        "mean over seeds. Wall-clock: the same, times the ratio of median tokens/s, of what was "
+        "logged with no other run of the lab on the device."
     )
     note += f" {paper_note(sweep)}, computed in the same way." if _has_paper(sweep) else ""
     return Table(key_of(sweep, "speed-up"), f"Speed-up of {sweep.ours}", rows, note)
@@ -78,10 +79,11 @@ def _interval(found: SpeedUps) -> str | None:
     return f"{found.interval[0]:.2f} to {found.interval[1]:.2f}"
 
 
-def line_speed(sweep: SweepData, label: str) -> tuple[float | None, set[str]]:
-    """Median tokens/s of the line at its best value, and the devices that it ran on."""
+def lone_speed(sweep: SweepData, label: str) -> tuple[float | None, set[str]]:
+    """Median tokens/s of the line at its best value, where it had the device to itself, and the
+    devices that it ran on."""
     runs = _runs(sweep, label)
-    speeds = [speed for run in runs for speed in run.speeds]
+    speeds = [speed for run in runs for speed in run.alone]
     return (median(speeds) if speeds else None), {run.device for run in runs}
 
 
@@ -100,18 +102,19 @@ def pace_table(sweep: SweepData) -> Table | None:
     note = (
         "Median of the tokens per second that the runs at the best value logged; slowest and "
         "fastest: medians of single runs. Minutes: the tokens at the line's median, which leaves "
-        "start-up and rare evaluations out. The logs do not say whether a run had its device to "
-        "itself. "
-        "Runs that shared one logged the speed of their share: then these ratios, and speed-ups in "
-        "wall-clock, are about the optimizers only if all lines shared alike."
+        "start-up and rare evaluations out. Runs that share a device log the speed of their share: "
+        "ratios are of what was logged with no other run of the lab on the device."
     )
     return Table(key_of(sweep, "pace"), "Speed of training", rows, note)
 
 
 def _pace(sweep: SweepData, label: str, tokens: float | None) -> Row:
-    speed, devices = line_speed(sweep, label)
-    by_run = [median(run.speeds) for run in _runs(sweep, label) if run.speeds]
+    runs = _runs(sweep, label)
+    by_run = [median(run.speeds) for run in runs if run.speeds]
+    speeds = [speed for run in runs for speed in run.speeds]
+    speed = median(speeds) if speeds else None
     row: Row = {"line": label, "tokens/s": speed, "runs": len(by_run)}
+    row["at once"] = _span({count for run in runs for count in run.at_once})
     row["slowest run"] = min(by_run, default=None)
     row["fastest run"] = max(by_run, default=None)
     minutes = tokens / speed / 60 if tokens and speed else None
@@ -120,8 +123,15 @@ def _pace(sweep: SweepData, label: str, tokens: float | None) -> Row:
         pair = _speeds(sweep, sweep.ours, label)
         relative = _cannot(pair) if isinstance(pair, str) else _relative(pair[0] / pair[1])
         row[f"time relative to {sweep.ours}"] = relative
-    row["device"] = ", ".join(sorted(devices)) or None
+    row["device"] = ", ".join(sorted({run.device for run in runs})) or None
     return row
+
+
+def _span(counts: set[int]) -> str | None:
+    if not counts:
+        return None
+    low, high = min(counts), max(counts)
+    return str(low) if low == high else f"{low} to {high}"
 
 
 def _relative(ratio: float) -> Mark:
@@ -130,7 +140,7 @@ def _relative(ratio: float) -> Mark:
 
 def _speeds(sweep: SweepData, ours: str, other: str) -> tuple[float, float] | str:
     """Tokens/s of both lines, or why they cannot be compared."""
-    (our_speed, our_devices), (speed, devices) = line_speed(sweep, ours), line_speed(sweep, other)
+    (our_speed, our_devices), (speed, devices) = lone_speed(sweep, ours), lone_speed(sweep, other)
     if our_speed is None or speed is None:
         without = ours if our_speed is None else other
         return f"{without} has no {_lacks(sweep, without)}"
@@ -140,8 +150,9 @@ def _speeds(sweep: SweepData, ours: str, other: str) -> tuple[float, float] | st
 
 
 def _lacks(sweep: SweepData, label: str) -> str:
-    if _runs(sweep, label):
-        return "timing.jsonl"
+    if runs := _runs(sweep, label):
+        logged = any(run.speeds for run in runs)
+        return "speed logged with the device to itself" if logged else "timing.jsonl"
     taken = any(member.normal for member in sweep.at_best(label).values())
     return "run that was made in this sweep" if taken else "finished run"
 

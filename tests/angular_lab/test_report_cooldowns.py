@@ -210,6 +210,30 @@ def test_speed_of_training(tmp_path: Path) -> None:
     assert ours["device"] == "cpu"
 
 
+def test_speeds_of_a_shared_device_are_not_compared(tmp_path: Path) -> None:
+    """A run beside others logs the speed of its share."""
+    speeds = {"adamw": 2000.0, "angular_muown": 1000.0}
+    root = choosing(tmp_path / "small", speeds=speeds)
+    beside = '{"step": 100, "tokens_per_second": 500.0, "runs_at_once": 4}\n'
+    for path in root.glob("adamw-lr0.002-seed1*/timing.jsonl"):
+        path.write_text(beside)
+    make_report([root], tmp_path / "out")
+    adamw, ours = table(tmp_path / "out", "small-pace")
+    relative = "time relative to angular_muown"
+    assert (adamw["at once"], ours["at once"]) == ("1 to 4", "1")
+    assert float(adamw[relative]) == 0.5  # by what the other seeds logged alone
+    for unknown in (beside, '{"step": 100, "tokens_per_second": 500.0}\n'):
+        for path in root.glob("adamw*/timing.jsonl"):
+            path.write_text(unknown)
+        make_report([root], tmp_path / "out")
+        adamw, _ = table(tmp_path / "out", "small-pace")
+        why = "cannot be computed: adamw has no speed logged with the device to itself"
+        assert (adamw["tokens/s"], adamw[relative]) == ("500.0", why)
+        (speed,) = table(tmp_path / "out", "small-speed-up")
+        assert speed["in wall-clock"] == why
+    assert adamw["at once"] == ""  # the log does not say
+
+
 def test_speeds_that_cannot_be_compared(tmp_path: Path) -> None:
     root = choosing(tmp_path / "small")
     for path in root.glob("adamw*/spec.json"):

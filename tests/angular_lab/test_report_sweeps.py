@@ -65,7 +65,8 @@ def write_run(
         if step % 50 == 0 or step == spec.steps:
             line["val_loss"] = final if step == spec.steps else final + 1 - late
         run.append(run.metrics_path, line)
-        run.append(run.timing_path, {"step": step, "tokens_per_second": speed})
+        timing = {"step": step, "tokens_per_second": speed, "runs_at_once": 1}
+        run.append(run.timing_path, timing)
     run.finish()
     return folder
 
