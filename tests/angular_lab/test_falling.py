@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from angular_lab.experiment_plan import SETTLED
 from angular_lab.experiments import experiment
 from angular_lab.runs import train
 from angular_lab.spec import OptimSpec, Spec
@@ -61,3 +62,12 @@ def test_the_control_falls_by_the_clock_of_kappa() -> None:
     ours, *others = experiment("control", "s").lines
     assert ours.spec.schedule.fall == 0
     assert {line.spec.schedule.fall for line in others} == {ours.spec.optim.decay_scale}
+
+
+def test_adamw_apart_differs_from_the_comparisons_in_that_rate_alone() -> None:
+    _, apart = experiment("tuned-adamw", "s").lines
+    (plain,) = (line for line in experiment("teaser", "s").lines if line.label == "adamw")
+    assert apart.axis == "optim.aux_lr"
+    assert apart.spec.optim.lr == SETTLED["adamw"]
+    same = replace(apart.spec.optim, lr=plain.spec.optim.lr)
+    assert replace(apart.spec, optim=same) == plain.spec
