@@ -106,6 +106,12 @@ def held(scale: str, name: str) -> float:
     return rates[len(rates) // 2]
 
 
+def settled(scale: str) -> Line:
+    """AngularMuown at that rate: what others are set against."""
+    name = "angular_muown"
+    return Line(name, trained_by(base(scale), name), (held(scale, name),))
+
+
 def with_tokens(plan: Experiment, vocabulary: int) -> Experiment:
     """For a text with so many kinds of tokens: models that lack some get them."""
 

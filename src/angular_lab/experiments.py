@@ -5,7 +5,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
-from angular_lab import ablations, paper
+from angular_lab import ablations, beyond, paper
 from angular_lab.experiment_plan import (
     HORIZONS,
     LONGER,
@@ -136,12 +136,13 @@ EXPERIMENTS: dict[str, Callable[[str], Experiment]] = {
     "split-qkv": ablations.split_qkv,
     "kappa": ablations.kappa,
     "control": ablations.control,
+    "decayed": ablations.decayed,
     "closest": ablations.closest,
     "larger": ablations.larger,
-    "leads": ablations.leads,
-    "constrained": ablations.constrained,
-    "average": ablations.average,
-    "rivals": ablations.rivals,
+    "leads": beyond.leads,
+    "constrained": beyond.constrained,
+    "average": beyond.average,
+    "rivals": beyond.rivals,
 }
 
 

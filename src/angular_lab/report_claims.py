@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from angular_lab import paper
-from angular_lab.ablations import PUBLISHED
+from angular_lab.beyond import PUBLISHED
 from angular_lab.intervals import student_interval
 from angular_lab.report_checks import CHECKS, NEARLY
 from angular_lab.report_results import key_of
