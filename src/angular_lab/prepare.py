@@ -178,14 +178,18 @@ def _finish(job: Job, tokenizer: Tokenizer) -> Manifest:
     return manifest
 
 
+def stdlib_place(folder: Path, kind: str = "bytes") -> Path:
+    """Where the running Python's standard library lies as shards, once they are made."""
+    return folder / f"stdlib-{platform.python_version()}-{kind}"
+
+
 def prepare_stdlib(folder: Path, tokenizer: str = "bytes") -> Path:
     """The running Python's standard library as shards, made once; the folder that holds them.
 
     It lies inside `folder` and is named after Python's version and the tokenizer.
     """
     loaded, version = load_tokenizer(tokenizer), platform.python_version()
-    kind = tokenizer if tokenizer == "bytes" else loaded.fingerprint[:12]
-    out = Path(folder) / f"stdlib-{version}-{kind}"
+    out = stdlib_place(folder, "bytes" if tokenizer == "bytes" else loaded.fingerprint[:12])
     prepare(
         corpus.stdlib_documents(),
         loaded,

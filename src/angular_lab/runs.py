@@ -12,30 +12,30 @@ import angular_muown
 from angular_lab import build, checkpoint
 from angular_lab.manifest import MANIFEST
 from angular_lab.overrides import keys
-from angular_lab.prepare import prepare_stdlib
+from angular_lab.prepare import prepare_stdlib, stdlib_place
 from angular_lab.ranks import Ranks, start_ranks
 from angular_lab.rundir import RunDir, base_versions
 from angular_lab.spec import Spec
 from angular_lab.trainer import Trainer
 
-STDLIB = "stdlib"
+STDLIB, STDLIB_FOLDER = "stdlib", Path("data/stdlib")
 
 
 def data_place(spec: Spec) -> Path:
     """Where its tokens lie, or will lie once they are made."""
-    return Path("data/stdlib" if spec.data == STDLIB else spec.data)
+    return stdlib_place(STDLIB_FOLDER) if spec.data == STDLIB else Path(spec.data)
 
 
 def data_folder(spec: Spec, ranks: Ranks) -> Path:
     folder = data_place(spec)
-    if spec.data != STDLIB:
-        if not folder.is_dir():
-            raise ValueError(f"data={spec.data}: no such folder; make one with angular-lab prepare")
-        return folder
-    if ranks.first:
-        prepare_stdlib(folder)
-    ranks.barrier()
-    return prepare_stdlib(folder)  # made by now: this only says where
+    if spec.data == STDLIB:
+        if ranks.first:
+            prepare_stdlib(STDLIB_FOLDER)
+        ranks.barrier()
+        prepare_stdlib(STDLIB_FOLDER)  # made by now, unless this is another machine's disk
+    elif not folder.is_dir():
+        raise ValueError(f"data={spec.data}: no such folder; make one with angular-lab prepare")
+    return folder
 
 
 def train(

@@ -65,6 +65,19 @@ def test_a_cool_down_off_a_trunk_is_the_straight_run(
     assert f"{entry.loss:.4f}" in (runs / "report" / "index.html").read_text()
 
 
+def test_runs_on_the_standard_library_are_taken_over_too(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its tokens lie in a folder of Python's version."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(data, tmp_path / "data" / "stdlib" / data.name)
+    plan = _plan(Path("stdlib"), steps=4)
+    Sweep(plan, tmp_path / "runs" / "first", device="cpu").run()
+    monkeypatch.setattr(sweep_entries, "train", _never)
+    Sweep(plan, tmp_path / "runs" / "second", device="cpu").run()
+    assert "as first/other-name" in capsys.readouterr().err
+
+
 def test_the_folder_says_where_it_was_made(
     runs: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
