@@ -50,9 +50,9 @@ def _variant(scale: str, average: str, lead: str | None = None) -> Spec:
 
 def leads(scale: str) -> Experiment:
     """Each alone, and a pair, against the method as published, at its rate, on one seed: what to
-    look into. At
-    the longest horizon, because only there has kappa fallen far. With averages of the last weights,
-    which change nothing in a run. The constrained polar factor has an experiment of its own."""
+    look into. At the longest horizon, because only there has kappa fallen far. With averages of the
+    last weights, which change nothing in a run. The constrained polar factor has an experiment of
+    its own."""
     rate, windows = held(scale, "angular_muown"), _windows(scale)
     lines = (
         Line(PUBLISHED, _variant(scale, windows), (rate,)),

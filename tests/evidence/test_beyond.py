@@ -73,6 +73,16 @@ def test_the_command_goes_on_with_what_was_kept(report: Path, name: str) -> None
     assert done <= known
 
 
+def test_the_commits_that_runs_were_made_on(report: Path) -> None:
+    page = (ROOT / "results" / "README.md").read_text()
+    specs = (json.loads(path.read_text()) for path in (report / "runs").glob("*/*/spec.json"))
+    commits = {spec["git"]["commit"][:7] for spec in specs}
+    told = page.partition("made on top of, one of ")[2].partition(";")[0]
+    assert set(told.replace(" and ", ", ").split(", ")) == commits
+    assert len(commits) == 5
+    assert "on top of five commits" in words()
+
+
 def test_leads_in_words(report: Path) -> None:
     found = {
         row.pop("line"): {name: float(value) for name, value in row.items()}
