@@ -36,6 +36,13 @@ class Manifest:
     dtype: str
     splits: dict[str, Split]
 
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of what a run can see: tokens, vocabulary, tokenizer. Where the text lay, it
+        cannot."""
+        seen = {**asdict(self), "arguments": self.arguments["tokenizer"]}
+        return hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()
+
     def save(self, folder: Path) -> None:
         write_json(folder / MANIFEST, {"format": FORMAT, **asdict(self)})
 

@@ -1,6 +1,5 @@
 """A run from start to end: fresh, resumed or branched off another."""
 
-import hashlib
 import sys
 from dataclasses import replace
 from math import inf
@@ -10,7 +9,7 @@ import torch
 
 import angular_muown
 from angular_lab import build, checkpoint
-from angular_lab.manifest import MANIFEST
+from angular_lab.manifest import Manifest
 from angular_lab.overrides import keys
 from angular_lab.prepare import prepare_stdlib, stdlib_place
 from angular_lab.ranks import Ranks, start_ranks
@@ -79,9 +78,9 @@ def train(
 
 
 def fingerprint(data: Path) -> str:
-    """Of the manifest, which holds the hashes of all shards; "" for shards without one."""
-    manifest = data / MANIFEST
-    return hashlib.sha256(manifest.read_bytes()).hexdigest() if manifest.exists() else ""
+    """Of its tokens; "" for shards without a manifest."""
+    manifest = Manifest.load(data)
+    return manifest.fingerprint if manifest else ""
 
 
 def versions(ranks: Ranks) -> dict[str, str]:

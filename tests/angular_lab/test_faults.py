@@ -192,9 +192,13 @@ def test_a_run_does_not_go_on_with_other_tokens(data, tmp_path) -> None:
     corpus = tmp_path / "corpus"
     shutil.copytree(data, corpus)
     train(tiny(corpus, steps=4), tmp_path / "run")
-    (tmp_path / "run" / "DONE").unlink()
-    manifest = corpus / "manifest.json"
-    manifest.write_text(manifest.read_text().replace("standard library", "other library"))
+    manifest, done = corpus / "manifest.json", tmp_path / "run" / "DONE"
+    written = manifest.read_text()
+    done.unlink()
+    manifest.write_text(written.replace("standard library", "same text elsewhere"))
+    train(tiny(corpus, steps=4), tmp_path / "run", resume=True)
+    done.unlink()
+    manifest.write_text(written.replace('"sha256": "', '"sha256": "0'))
     with pytest.raises(ValueError, match="other tokens"):
         train(tiny(corpus, steps=4), tmp_path / "run", resume=True)
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -101,6 +102,21 @@ def test_the_result_opens_as_tokens(tmp_path) -> None:
     assert load_tokenizer(str(tmp_path / "tokenizer.json")).fingerprint == BYTES.fingerprint
     assert found.arguments["tokenizer"] == BYTES.fingerprint
     assert (found.vocabulary, found.end_of_text, found.dtype) == (257, 256, "uint16")
+
+
+def test_a_fingerprint_is_of_the_tokens_and_not_of_where_the_text_lay(tmp_path) -> None:
+    first = make(SOME, tmp_path / "first", source="here")
+    moved = make(SOME, tmp_path / "moved", source="there")
+    assert first != moved
+    assert first.fingerprint == moved.fingerprint
+    others = [
+        make(SOME[1:], tmp_path / "text"),
+        make(SOME, tmp_path / "split", seed=1),
+        make(SOME, tmp_path / "shards", shard_tokens=200),  # whose ends windows do not cross
+        replace(first, arguments={**first.arguments, "tokenizer": "another"}),
+        replace(first, vocabulary=300),
+    ]
+    assert len({first.fingerprint, *(other.fingerprint for other in others)}) == 6
 
 
 def test_the_split_does_not_depend_on_order_but_on_the_seed(tmp_path) -> None:
