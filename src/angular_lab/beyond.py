@@ -105,24 +105,48 @@ def average(scale: str) -> Experiment:
     )
 
 
+# Steps of the rivals are relative to the weight: about the angle that Muon's weight decay brings it
+# to at its best rate, 0.0063 at scale s. A rate that falls to 0 is half of that on average.
+RELATIVE = (5e-3, 1e-2, 2e-2)
+
+
+def _falling(spec: Spec) -> Spec:
+    """With a rate that falls linearly to the end."""
+    return replace(spec, schedule=replace(spec.schedule, decay=0.95))
+
+
+def _decoupled(scale: str) -> Line:
+    """Magnitude-direction decoupling as it is published: with such a rate."""
+    name, rates = "magnitude_direction", tuple(2 * rate for rate in RELATIVE)
+    spec = trained_by(_falling(base(scale)), name, radius_lr=4e-3)
+    return Line(f"{name}, falling rate", spec, rates)
+
+
 def rivals(scale: str) -> Experiment:
-    """Each at its own settings: magnitude-direction decoupling is published with a rate that falls
-    linearly to the end."""
-    spec = base(scale)
-    falling = replace(spec, schedule=replace(spec.schedule, decay=0.95))
-    # Steps of these two are relative to the weight: about the angle that Muon's weight decay brings
-    # it to at its best rate, 0.0063 at scale s. A rate that falls to 0 is half of that on average.
-    constant = (5e-3, 1e-2, 2e-2)
-    halved = tuple(2 * rate for rate in constant)
-    decoupled = "magnitude_direction"
-    lines = (
-        settled(scale),
-        Line("hyperball", trained_by(spec, "hyperball"), constant),
-        Line(
-            f"{decoupled}, falling rate",
-            trained_by(falling, decoupled, radius_lr=4e-3),
-            halved,
-        ),
-    )
+    """Each at its own settings."""
+    hyperball = Line("hyperball", trained_by(base(scale), "hyperball"), RELATIVE)
+    lines = settled(scale), hyperball, _decoupled(scale)
     title = "Rivals that came out beside the paper"
     return Experiment("rivals", scale, title, lines, HORIZONS[scale][-1:], SEEDS[scale])
+
+
+def falling(scale: str) -> Experiment:
+    """The schedule of the rival that was ahead, for the others too: what of its lead is the
+    schedule's?"""
+    spec = _falling(base(scale))
+    variants: tuple[tuple[str, str, dict[str, Any]], ...] = (
+        ("angular_muown", "angular_muown", {}),
+        ("angular_muown, kappa = 1", "angular_muown", {"decay_degree": 0.0}),
+        (CLOSEST[1], CLOSEST[1], {}),
+    )
+    lines = tuple(
+        Line(
+            f"{label}, falling rate",
+            trained_by(spec, name, **changes),
+            tuple(factor * held(scale, name) for factor in (0.5, 1, 2)),
+        )
+        for label, name, changes in variants
+    )
+    title = "A rate that falls linearly to the end, for all"
+    lines = (*lines, _decoupled(scale))
+    return Experiment("falling", scale, title, lines, HORIZONS[scale][-1:], SEEDS[scale])
