@@ -1,9 +1,10 @@
 """Rivals, AdamW at its best, widths: the docs say what the kept runs say."""
 
-from math import log2
+from math import exp, log, log2
 from pathlib import Path
 
 from angular_lab.experiment_plan import SETTLED as BEST
+from angular_lab.intervals import student_interval
 from angular_lab.statistics import tokens_to_reach
 from tests.evidence.kept import OURS, ROOT, Losses, cells, mean, readme, trained, words
 from tests.evidence.test_beyond import averages, throughput
@@ -37,10 +38,9 @@ def test_a_rival_is_ahead(report: Path, losses: Losses) -> None:
         f"({below['1']:.3f} and {below['2']:.3f} on seeds 1 and 2, {below['0']:.3f} on seed 0)"
     )
     assert f"{told} {by_seed}" in words()
-    faster = [ours[seed][1] - rival[seed][1] for seed in "012"]
-    assert f"its training loss is {min(faster):.3f} to {max(faster):.3f} lower" in words()
-    two = " and ".join(f"{rival[seed][0]:.4f}" for seed in "12")
-    assert f"it has {two} on seeds 1 and 2, {average:.3f} below AngularMuown" in readme()
+    lower = [ours[seed][1] - rival[seed][1] for seed in "012"]
+    assert f"its training loss is {min(lower):.3f} to {max(lower):.3f} lower" in words()
+    assert f"At 90M tokens it is {average:.3f} below AngularMuown" in readme()
     longer = {seed: losses[OURS, BEST[OURS], seed, LONGER] for seed in "012"}
     above = {seed: rival[seed][0] - longer[seed] for seed in "012"}
     after = mean(longer[seed] for seed in "12"), mean(above[seed] for seed in "12")
@@ -66,7 +66,7 @@ def test_an_angle_that_does_not_fall(report: Path, losses: Losses) -> None:
     assert f"Hyperball is {above:.3f} above AngularMuown, between Muon and AdamW" in words()
     at = {name: mean(losses[name, BEST[name], s, "90M"] for s in "12") for name in BEST}
     assert at["muon"] < loss[HYPERBALL] < at["adamw"]
-    assert f"Hyperball, is {above:.3f} above it" in readme()
+    assert f"The other rival, Hyperball, is {above:.3f} above it" in readme()
 
 
 def test_grids_of_rivals_are_closed(report: Path) -> None:
@@ -93,20 +93,48 @@ def test_adamw_with_a_rate_apart(report: Path, losses: Losses) -> None:
     told = f"lead is {-float(early['mean difference']):.3f} instead of 0.185 at 22.5M tokens"
     assert f"{told} and {lead:.3f} instead of 0.106 at 90M" in words()
 
-    def times(seed: str) -> float:
-        horizons = {t: float(t) * 1e6 for t in ("22.5", "45", "67.5", "90")}
-        curve = [(n, losses[OURS, BEST[OURS], seed, f"{t}M"]) for t, n in horizons.items()]
-        needed = tokens_to_reach(curve, tuned[seed])
-        assert needed
-        return 90e6 / needed
-
-    both = [times(seed) for seed in "12"]
+    both = faster(losses, tuned)
     assert "the speed-up in tokens {:.2f} and {:.2f}".format(*both) in words()
     rate = {name: row["tokens_per_second"] for name, row in throughput().items()}
     in_time = mean(both) * rate[OURS] / rate["adamw"]
     told = f"AngularMuown's lead {lead:.3f}, the speed-up {mean(both):.2f}"
     assert f"{told} in tokens and {in_time:.2f} in wall-clock" in readme()
     assert f"it is {gain:.3f} better at 90M tokens" in readme()
+
+
+def faster(losses: Losses, others: dict[str, float]) -> list[float]:
+    """How many times fewer tokens ours needs for another's loss at 90M, on seeds 1 and 2."""
+    found = []
+    for seed in "12":
+        horizons = {t: float(t) * 1e6 for t in ("22.5", "45", "67.5", "90")}
+        curve = [(n, losses[OURS, BEST[OURS], seed, f"{t}M"]) for t, n in horizons.items()]
+        if needed := tokens_to_reach(curve, others[seed]):
+            found.append(90e6 / needed)
+    return found
+
+
+def test_rows_of_the_readmes_table(report: Path, losses: Losses) -> None:
+    rows = {
+        ("rivals", DECOUPLED): "MagnitudeDirection, at its own schedule",
+        ("rivals", HYPERBALL): "Hyperball",
+        ("tuned-adamw", "adamw"): "AdamW, eight times its rate for embeddings, head and norms",
+    }
+    for (sweep, line), title in rows.items():
+        runs = [row for row in cells(report, f"{sweep}-s-runs") if row["line"] == line]
+        chosen = runs[-1]["lr"], runs[-1].get("aux_lr")  # what the last seed ran with
+        same = (r for r in runs if (r["lr"], r.get("aux_lr")) == chosen)
+        at = {row["seed"]: float(row["90M tokens"]) for row in same}
+        pairs = cells(report, f"{sweep}-s-pairs")
+        (pair,) = (row for row in pairs if row["claim"].endswith(f"below {line}"))
+        high, low = (-float(end) for end in pair["95% interval"].split(" to "))
+        above = f"{-float(pair['mean difference']):.3f} ({low:.3f} to {high:.3f})"
+        logs = [log(ratio) for ratio in faster(losses, at)]
+        times = "below 1"  # never reached
+        if logs:
+            ends = student_interval(logs, 0.95)
+            assert ends
+            times = f"{exp(mean(logs)):.2f} ({exp(ends[0]):.2f} to {exp(ends[1]):.2f})"
+        assert f"\n| {title} | {at['1']:.4f} | {at['2']:.4f} | {above} | {times} |" in readme()
 
 
 def vertex(rates: dict[float, float]) -> float:
