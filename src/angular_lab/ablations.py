@@ -122,7 +122,7 @@ def control(scale: str) -> Experiment:
     lines = [settled(scale)]
     for name in ("normuon", "muon"):
         values = tuple(factor * held(scale, name) for factor in (1, 2, 4))
-        lines.append(Line(f"{name}, falling", trained_by(falling, name), values))
+        lines.append(Line(f"{name}, falling as kappa", trained_by(falling, name), values))
     title = "Others with a rate that falls as kappa does"
     return Experiment("control", scale, title, tuple(lines), HORIZONS[scale][-1:], SEEDS[scale])
 

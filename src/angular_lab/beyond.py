@@ -105,48 +105,56 @@ def average(scale: str) -> Experiment:
     )
 
 
-# Steps of the rivals are relative to the weight: about the angle that Muon's weight decay brings it
-# to at its best rate, 0.0063 at scale s. A rate that falls to 0 is half of that on average.
+DECOUPLED = "magnitude_direction"
+# A rival's step turns a matrix by its rate. Muon's weight decay brings its angle to 0.0063 at its
+# best rate of scale s: the best of a rival should lie near that.
 RELATIVE = (5e-3, 1e-2, 2e-2)
 
 
-def _falling(spec: Spec) -> Spec:
-    """With a rate that falls linearly to the end."""
+def _falling(scale: str) -> Spec:
+    """With a rate that falls linearly to the end, instead of a cool-down."""
+    spec = base(scale)
     return replace(spec, schedule=replace(spec.schedule, decay=0.95))
 
 
-def _decoupled(scale: str) -> Line:
-    """Magnitude-direction decoupling as it is published: with such a rate."""
-    name, rates = "magnitude_direction", tuple(2 * rate for rate in RELATIVE)
-    spec = trained_by(_falling(base(scale)), name, radius_lr=4e-3)
-    return Line(f"{name}, falling rate", spec, rates)
+def _decoupled(spec: Spec) -> Spec:
+    return trained_by(spec, DECOUPLED, radius_lr=4e-3)
+
+
+def _decoupled_falling(scale: str) -> Line:
+    """As it is usually run. Such a rate is half as high on average: the grid starts twice as high."""
+    rates = tuple(2 * rate for rate in RELATIVE)
+    return Line(f"{DECOUPLED}, falling rate", _decoupled(_falling(scale)), rates)
 
 
 def rivals(scale: str) -> Experiment:
-    """Each at its own settings."""
+    """Each at its own rate: hyperball under the comparison's schedule, the other as usual."""
     hyperball = Line("hyperball", trained_by(base(scale), "hyperball"), RELATIVE)
-    lines = settled(scale), hyperball, _decoupled(scale)
+    lines = settled(scale), hyperball, _decoupled_falling(scale)
     title = "Rivals that came out beside the paper"
     return Experiment("rivals", scale, title, lines, HORIZONS[scale][-1:], SEEDS[scale])
 
 
-def falling(scale: str) -> Experiment:
-    """The schedule of the rival that was ahead, for the others too: what of its lead is the
-    schedule's?"""
-    spec = _falling(base(scale))
-    variants: tuple[tuple[str, str, dict[str, Any]], ...] = (
-        ("angular_muown", "angular_muown", {}),
-        ("angular_muown, kappa = 1", "angular_muown", {"decay_degree": 0.0}),
-        (CLOSEST[1], CLOSEST[1], {}),
+def schedules(scale: str) -> Experiment:
+    """A rival was ahead with another schedule than ours. Here they are exchanged."""
+    ours, closest = CLOSEST
+    falling = _falling(scale)
+    specs = {
+        ours: trained_by(falling, ours),
+        f"{ours}, kappa = 1": trained_by(falling, ours, decay_degree=0.0),
+        closest: trained_by(falling, closest),
+    }
+    lines = (
+        *(
+            Line(f"{label}, falling rate", spec, _around(held(scale, spec.optim.name)))
+            for label, spec in specs.items()
+        ),
+        _decoupled_falling(scale),
+        Line(DECOUPLED, _decoupled(base(scale)), RELATIVE),
     )
-    lines = tuple(
-        Line(
-            f"{label}, falling rate",
-            trained_by(spec, name, **changes),
-            tuple(factor * held(scale, name) for factor in (0.5, 1, 2)),
-        )
-        for label, name, changes in variants
-    )
-    title = "A rate that falls linearly to the end, for all"
-    lines = (*lines, _decoupled(scale))
-    return Experiment("falling", scale, title, lines, HORIZONS[scale][-1:], SEEDS[scale])
+    title = "Falling rates and cool-downs, exchanged"
+    return Experiment("schedules", scale, title, lines, HORIZONS[scale][-1:], SEEDS[scale])
+
+
+def _around(rate: float) -> tuple[float, ...]:
+    return rate / 2, rate, 2 * rate

@@ -143,7 +143,7 @@ EXPERIMENTS: dict[str, Callable[[str], Experiment]] = {
     "constrained": beyond.constrained,
     "average": beyond.average,
     "rivals": beyond.rivals,
-    "falling": beyond.falling,
+    "schedules": beyond.schedules,
 }
 
 

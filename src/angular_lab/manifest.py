@@ -38,9 +38,10 @@ class Manifest:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of what a run can see: tokens, vocabulary, tokenizer. Where the text lay, it
-        cannot."""
-        seen = {**asdict(self), "arguments": self.arguments["tokenizer"]}
+        """sha256 of what a run can see: tokens, vocabulary, tokenizer. The path that the text was
+        read from is not among it."""
+        seen = {**asdict(self), "tokenizer": self.arguments["tokenizer"]}
+        del seen["arguments"]
         return hashlib.sha256(json.dumps(seen, sort_keys=True).encode()).hexdigest()
 
     def save(self, folder: Path) -> None:
