@@ -122,7 +122,7 @@ def _decoupled(spec: Spec) -> Spec:
 
 
 def _decoupled_falling(scale: str) -> Line:
-    """As it is usually run. Such a rate is half as high on average: the grid starts twice as high."""
+    """As it is usually run. On average such a rate is half as high: the grid is twice as high."""
     rates = tuple(2 * rate for rate in RELATIVE)
     return Line(f"{DECOUPLED}, falling rate", _decoupled(_falling(scale)), rates)
 

@@ -203,4 +203,4 @@ def test_speed_in_words(report: Path) -> None:
     told = (
         f"AdamW trains {rate['adamw'] / 1e6:.2f}M tokens/s and AngularMuown {rate[OURS] / 1e6:.2f}M"
     )
-    assert f"Without that it is {in_time:.2f} in wall-clock: {told}" in readme()
+    assert f"it is {in_tokens:.2f} in tokens and {in_time:.2f} in wall-clock: {told}" in readme()

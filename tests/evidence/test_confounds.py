@@ -173,3 +173,21 @@ def test_the_same_run_twice(report: Path) -> None:
     assert same == {(OURS, 0), ("normuon", 0), ("adamw", 0), ("adamw", 1)}
     told = f"they end {gaps[2747]:.4f} apart at most after 45M tokens and {gaps[5493]:.4f} after"
     assert told in words()
+
+
+def test_the_same_run_once_more(report: Path) -> None:
+    """AngularMuown beside the rivals, with tables from the CPU."""
+    same, gap = [], 0.0
+    for seed in range(3):
+        name = f"{OURS.replace('_', '-')}-lr0.02-seed{seed}-????????"
+        sweeps = ("rivals-s", "teaser-s", "average-s")
+        new, *earlier = (next((report / "runs" / s).glob(name)) for s in sweeps)
+        firsts = {losses_before(folder, 11)[0] for folder in (new, *earlier)}
+        assert len(firsts) <= 2
+        if losses_before(new, 4944) == losses_before(earlier[0], 4944):
+            same.append(seed)
+        branch = Path(f"{earlier[0]}-to5493")
+        last, before = (RunDir(folder).read_metrics()[-1]["val_loss"] for folder in (new, branch))
+        gap = max(gap, abs(last - before))
+    assert same == [0, 2]
+    assert f"and end {gap:.4f} from them at most on any seed" in words()
