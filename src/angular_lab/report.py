@@ -11,7 +11,13 @@ from typing import Any
 from angular_lab.experiments import EXPERIMENTS
 from angular_lab.plots import save_png
 from angular_lab.report_average import average_tables
-from angular_lab.report_claims import Ruling, claims_table, pair_table, rulings
+from angular_lab.report_claims import (
+    Ruling,
+    all_pairs_table,
+    claims_table,
+    pair_table,
+    rulings,
+)
 from angular_lab.report_cooldowns import cooldown_tables, longer_share
 from angular_lab.report_figures import sweep_figures
 from angular_lab.report_manifest import read_sweep
@@ -25,9 +31,10 @@ from angular_lab.report_results import (
 )
 from angular_lab.report_runs import Run, find_folders, read_run
 from angular_lab.report_single import groups, row, single_section
-from angular_lab.report_speed import pace_table, speed_table
+from angular_lab.report_speed import any_alone, pace_table, speed_table
 from angular_lab.report_sweeps import SweepData
 from angular_lab.report_tables import Table, text_table
+from angular_lab.report_training import training_table
 from angular_lab.rundir import RunDir
 
 __all__ = ["make_report", "summary", "text_table", "write_report"]
@@ -41,6 +48,11 @@ INTRODUCTION = (
     "A comparison holds when the mean paired difference is at least 0.005 with the same sign on "
     "all seeds, and is reversed when that is so the other way round. Everything else, and "
     "everything with one seed, is inconclusive. Numbers in italics are the paper's, not ours.",
+)
+
+NO_SPEEDS = (
+    "Speeds are not compared: no run is known to have had its device to itself. What each logged "
+    "is in the table of every run."
 )
 
 
@@ -122,8 +134,8 @@ def _opening(
     members = sum(len(sweep.members) for sweep in sweeps)
     counted = f"{len(sweeps)} sweep{'s' * (len(sweeps) != 1)} with {members} runs"
     words = [f"{counted}, and {len(runs)} single run{'s' * (len(runs) != 1)}."]
-    table = claims_table(found, "claims")
-    return Section("short", "In short", words, warnings, [table] if table else [])
+    tables = claims_table(found, "claims"), all_pairs_table(sweeps, "pairs")
+    return Section("short", "In short", words, warnings, [t for t in tables if t is not None])
 
 
 def _sweep_section(sweep: SweepData) -> Section:
@@ -134,7 +146,10 @@ def _sweep_section(sweep: SweepData) -> Section:
     speeds = speed_table(sweep)
     if speeds is None and sweep.experiment != "width" and len(sweep.lines) > 1:
         words.append(_no_speed_up(sweep))
-    tables += [speeds, pace_table(sweep), pair_table(sweep), *cooldown_tables(sweep)]
+    if not any_alone(sweep):
+        words.append(NO_SPEEDS)
+    tables += [speeds, pace_table(sweep), pair_table(sweep), training_table(sweep)]
+    tables += cooldown_tables(sweep)
     tables += average_tables(sweep)
     if sweep.experiment == "speedrun":
         tables.append(speedrun_table(sweep))
@@ -150,14 +165,14 @@ def _sweep_section(sweep: SweepData) -> Section:
 
 
 def _plan(sweep: SweepData) -> str:
-    seeds = ", ".join(map(str, sweep.seeds))
-    many = f"seeds {seeds}" if len(sweep.seeds) > 1 else f"one seed ({seeds})"
+    *before, last = map(str, sweep.seeds)
+    many = f"seeds {', '.join(before)} and {last}" if before else f"one seed ({last})"
     horizons = ", ".join(f"{h:,}" for h in sweep.horizons)
     ends = f"{len(sweep.horizons)} cool-downs off one trunk, at step" if horizons else ""
     ends = ends if len(sweep.horizons) > 1 else "one horizon, step"
     share = longer_share(sweep)
     more = f", and a longer one ({share} of the steps) to the last" if share else ""
-    return f"{len(sweep.lines)} lines, {many}, {ends} {horizons}{more}."
+    return f"{len(sweep.lines)} lines; {many}; {ends} {horizons}{more}."
 
 
 def _no_speed_up(sweep: SweepData) -> str:

@@ -52,7 +52,7 @@ th[aria-sort=ascending] button::after {{ content: " ▲"; }}
 th[aria-sort=descending] button::after {{ content: " ▼"; }}
 .best {{ font-weight: 700; }}
 .paper {{ color: var(--theirs); font-style: italic; }}
-.holds, .reversed, .inconclusive {{ font-weight: 600; text-align: left; }}
+.holds, .reversed, .missed, .inconclusive {{ font-weight: 600; text-align: left; }}
 .holds {{ color: var(--holds); }} .reversed {{ color: var(--reversed); }}
 .inconclusive {{ color: var(--open); }}
 .warnings {{ border-left: 4px solid var(--open); background: var(--box); border-radius: .3rem;

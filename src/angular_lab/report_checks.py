@@ -53,7 +53,10 @@ def _lowest(ours: Sequence[str], others: Sequence[str] = ()) -> Check:
             return "holds", f"all {len(outcomes)} comparisons hold"
         total: Outcome = "reversed" if "reversed" in outcomes else "inconclusive"
         count, example = outcomes.count(total), reasons[outcomes.index(total)]
-        return total, f"{total} in {count} of {len(outcomes)} comparisons, as against {example}"
+        return (
+            total,
+            f"{total} in {count} of {len(outcomes)} comparisons, for example against {example}",
+        )
 
     return check
 
@@ -87,7 +90,7 @@ def _faster(other: str) -> Check:
             return outcome, reason
         faster = all(x >= 1 for x in found.values())
         how = "faster, but by less than claimed" if faster else "not faster on every seed"
-        return "inconclusive", f"{how}: {measured}"
+        return "missed", f"{how}: {measured}"
 
     return check
 

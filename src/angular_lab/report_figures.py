@@ -52,9 +52,14 @@ def sweep_figures(sweep: SweepData) -> list[Figure]:
 
 def _chosen(sweep: SweepData, members: dict[str, Member]) -> str:
     """For captions: which runs."""
-    axis = short(next(iter(members.values())).axis)
-    values = ", ".join(f"{label} {m.value:g}" for label, m in members.items())
-    return f"Each line at its best {axis} ({values}), one seed ({sweep.seeds[0]})."
+    axes = {short(m.axis) for m in members.values()}
+    shared = len(axes) == 1
+    values = ", ".join(
+        f"{label} {m.value:g}" if shared else f"{label}, {short(m.axis)} {m.value:g}"
+        for label, m in members.items()
+    )
+    what = axes.pop() if shared else "value"
+    return f"Each line at its best {what} ({values}), one seed ({sweep.seeds[0]})."
 
 
 def path(member: Member) -> list[Run]:
@@ -157,7 +162,8 @@ def horizon_figure(sweep: SweepData, paint: dict[str, int]) -> Figure | None:
 def value_figure(sweep: SweepData, paint: dict[str, int]) -> Figure | None:
     last, first = sweep.horizons[-1], sweep.seeds[0]
     traces: list[Trace] = []
-    for label in sweep.lines:
+    lines = [label for label in sweep.lines if sweep.on_axis(label)]
+    for label in lines:
         ours = sorted((m for m in sweep.of_line(label) if m.seed == first), key=lambda m: m.value)
         ends = [(m.value, end[1]) for m in ours if (end := m.final(last)) is not None]
         broken = [m.value for m in ours if m.diverged]
@@ -170,7 +176,7 @@ def value_figure(sweep: SweepData, paint: dict[str, int]) -> Figure | None:
                 traces.append(Trace([best.lr], [best.loss], paint[label], kind="best"))
         if broken:
             traces.append(Trace(broken, [], paint[label], f"{label} diverged", "diverged"))
-    values = sorted({m.value for m in sweep.members})
+    values = sorted({m.value for label in lines for m in sweep.of_line(label)})
     if not sweep.chose or not traces:
         return None
     axis = sweep.axis

@@ -61,7 +61,7 @@ def finals_table(sweep: SweepData) -> Table:
     rows: list[Row] = []
     cells = {h: mean_cells(sweep, h) for h in sweep.horizons}
     for label in sweep.lines:
-        best = sweep.best.get(label)
+        best = sweep.best.get(label) if sweep.on_axis(label) else None
         row: Row = {"line": label, f"best {sweep.axis}": best.lr if best else None}
         for horizon in sweep.horizons:
             row[f"ours at {tokens_form(sweep.tokens(horizon))}"] = cells[horizon][label]
@@ -88,11 +88,13 @@ def by_value_table(sweep: SweepData) -> Table:
     """Loss by line and swept value: what the first seed chose from."""
     last, first = sweep.horizons[-1], sweep.seeds[0]
     theirs = PAPER_ROWS.get(sweep.experiment, {})
-    values = {m.value for m in sweep.members} | {v for s in theirs.values() for v in s.losses}
+    lines = [label for label in sweep.lines if sweep.on_axis(label)]
+    values = {m.value for label in lines for m in sweep.of_line(label)}
+    values |= {v for s in theirs.values() for v in s.losses}
     rows: list[Row] = []
-    for label in sweep.lines:
+    for label in lines:
         found = {m.value: m for m in sweep.of_line(label) if m.seed == first}
-        row: Row = {"line": label, "source": "ours"}
+        row: Row = {"line": label, **({"source": "ours"} if theirs else {})}
         row |= {f"{v:.4g}": _value_cell(sweep, found.get(v), last) for v in sorted(values)}
         rows.append(row)
         if label in theirs:

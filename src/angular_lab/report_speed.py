@@ -31,9 +31,13 @@ def speed_table(sweep: SweepData) -> Table | None:
     note = (
         f"Tokens of the other line over the tokens at which {sweep.ours}'s cooled-down curve, "
         "interpolated in log tokens, reaches the other's final loss. Interval: Student's, of the "
-        "mean over seeds. Wall-clock: the same, times the ratio of median tokens/s, of what was "
-        "logged with no other run of the lab on the device."
+        "mean over seeds."
     )
+    if any_alone(sweep):
+        note += (
+            " Wall-clock: the same, times the ratio of median tokens/s, of what was logged with no "
+            "other run of the lab on the device."
+        )
     note += f" {paper_note(sweep)}, computed in the same way." if _has_paper(sweep) else ""
     return Table(key_of(sweep, "speed-up"), f"Speed-up of {sweep.ours}", rows, note)
 
@@ -50,7 +54,8 @@ def _row(sweep: SweepData, ours: str, other: str) -> Row:
     row["seeds"] = seeds_form(sorted(found.by_seed))
     row["by seed"] = ", ".join(f"{s}: {x:.2f}" for s, x in found.by_seed.items()) or None
     row["seeds without one"] = _reasons(found) if found.mean and found.missing else None
-    row["in wall-clock"] = _wall_clock(sweep, ours, other, found)
+    if any_alone(sweep):
+        row["in wall-clock"] = _wall_clock(sweep, ours, other, found)
     if _has_paper(sweep) and other in paper.TEASER and ours in paper.TEASER:
         ratio = speed_up(paper.TEASER[ours].curve, paper.TEASER[other].curve)
         claimed = paper.CLAIMED_SPEED_UPS.get(other)
@@ -87,6 +92,11 @@ def lone_speed(sweep: SweepData, label: str) -> tuple[float | None, set[str]]:
     return (median(speeds) if speeds else None), {run.device for run in runs}
 
 
+def any_alone(sweep: SweepData) -> bool:
+    """Whether a run at its line's best value is known to have had its device to itself."""
+    return any(run.alone for label in sweep.lines for run in _runs(sweep, label))
+
+
 def _runs(sweep: SweepData, label: str) -> list[Run]:
     """Those that were made here: another sweep's may have shared its device with more."""
     found = (run for member in sweep.at_best(label).values() for run in member.normal)
@@ -94,7 +104,10 @@ def _runs(sweep: SweepData, label: str) -> list[Run]:
 
 
 def pace_table(sweep: SweepData) -> Table | None:
-    """How fast the lines ran, and what that makes of the last horizon's tokens."""
+    """How fast the lines ran, and what that makes of the last horizon's tokens. None where all
+    shared their devices: who was beside whom would decide."""
+    if not any_alone(sweep):
+        return None
     tokens = sweep.tokens(sweep.horizons[-1])
     rows = [_pace(sweep, label, tokens) for label in sweep.lines]
     if tokens is None or not any(row["tokens/s"] for row in rows):

@@ -77,8 +77,15 @@ class SweepData:
 
     @property
     def axis(self) -> str:
-        """What the lines' values are of."""
-        return short(self.members[0].axis) if self.members else "value"
+        """What the lines' values are of: of those with a grid, where others hold another."""
+        swept = [member for member in self.members if self.has_grid(member.label)]
+        axes = {short(member.axis) for member in swept or self.members}
+        return axes.pop() if len(axes) == 1 else "value"
+
+    def on_axis(self, label: str) -> bool:
+        """Whether the line's values are of that, or all have to share a column."""
+        own = {short(member.axis) for member in self.of_line(label)}
+        return self.axis == "value" or own <= {self.axis}
 
     @property
     def chose(self) -> bool:

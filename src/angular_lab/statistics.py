@@ -16,7 +16,8 @@ from angular_lab.intervals import student_interval
 from angular_lab.paper import SPEEDRUN_MARGIN, SPEEDRUN_TARGET
 
 Curve = Sequence[tuple[float, float]]  # (tokens, cooled-down loss), by tokens
-Outcome = Literal["holds", "reversed", "inconclusive"]
+# missed: of a size that is claimed, when every seed has some of it, and too little
+Outcome = Literal["holds", "reversed", "inconclusive", "missed"]
 Side = Literal["below", "above"]
 
 # Losses with three digits that are 0.005 apart differ by 0.00499999999999989 in binary.

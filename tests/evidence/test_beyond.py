@@ -104,7 +104,7 @@ def test_leads_in_words(report: Path) -> None:
     lead, plain = ends["constrained polar factor"], ends["as published"]
     assert f"horizon: {lead - plain:.3f} above the method as published" in words()
     assert f"{lead:.4f} after 22.5M tokens, where the method as published has {plain:.4f}" in log
-    (beside,) = (r for r in cells(report, "constrained-s-pace") if r["line"] != "as published")
+    (beside,) = (r for r in cells(report, "constrained-s-runs") if r["line"] != "as published")
     usual = next(r for r in cells(report, "aux-lr-s-runs") if r["line"] == OURS)
     rates = (f"{float(row['tokens/s']) / 1e3:.0f} thousand" for row in (beside, usual))
     assert f"trained {next(rates)} tokens/s beside four others, of which" in log

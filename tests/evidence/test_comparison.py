@@ -182,5 +182,5 @@ def test_the_closest_pair(report: Path, losses: Losses) -> None:
     (pair,) = cells(report, "closest-s-pairs")
     high, low = (-float(end) for end in pair["95% interval"].split(" to "))
     mean = -float(pair["mean difference"])
-    told = f"{mean:.3f} below NorMuon on seeds 1 to 4 ({low:.3f} to {high:.3f})"
+    told = f"its mean lead over NorMuon is {mean:.3f} ({low:.3f} to {high:.3f})"
     assert told in (ROOT / "README.md").read_text()

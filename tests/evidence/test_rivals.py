@@ -155,6 +155,10 @@ def test_the_lead_over_that_adamw(report: Path, losses: Losses) -> None:
     in_time = mean(both) * rate[OURS] / rate["adamw"]
     told = f"lead is then {late[0]:.3f} and its speed-up {mean(both):.2f}"
     assert f"{told} in tokens and {in_time:.2f} in wall-clock" in readme()
+    told = f"for {mean(both):.2f} times fewer tokens and {in_time:.2f} times less time even against"
+    assert told in readme()
+    (muon,) = (r for r in cells(report, "teaser-s-speed-up") if r["over"] == "muon")
+    assert f"From Muon yes, for {float(muon['in tokens']):.2f} times fewer tokens" in readme()
 
 
 def faster(losses: Losses, others: dict[str, float]) -> list[float]:
