@@ -43,7 +43,7 @@ evidence: $(VENV)/.installed
 	mkdir -p build/evidence/runs docs/figures/evidence
 	set -e; for archive in results/s/*.tar.xz; do tar -xf $$archive -C build/evidence/runs; done
 	$(BIN)/angular-lab report build/evidence/runs --out build/evidence
-	cd build/evidence/figures && cp $(patsubst %,teaser-s-%.svg,horizons loss-by-value angles) angles-s-angles.svg rivals-s-angles.svg $(CURDIR)/docs/figures/evidence/
+	cd build/evidence/figures && cp $(patsubst %,teaser-s-%.svg,horizons above-ours loss-by-value angles) angles-s-angles.svg rivals-s-angles.svg $(CURDIR)/docs/figures/evidence/
 
 format: $(VENV)/.installed
 	$(BIN)/ruff format .

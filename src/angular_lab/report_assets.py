@@ -53,7 +53,7 @@ th[aria-sort=descending] button::after {{ content: " ▼"; }}
 .best {{ font-weight: 700; }}
 .paper {{ color: var(--theirs); font-style: italic; }}
 .holds, .reversed, .missed, .inconclusive {{ font-weight: 600; text-align: left; }}
-.holds {{ color: var(--holds); }} .reversed {{ color: var(--reversed); }}
+.holds {{ color: var(--holds); }} .reversed, .missed {{ color: var(--reversed); }}
 .inconclusive {{ color: var(--open); }}
 .warnings {{ border-left: 4px solid var(--open); background: var(--box); border-radius: .3rem;
   padding: .4rem 1rem; margin: 1rem 0; font-size: .9rem; overflow-wrap: anywhere; }}

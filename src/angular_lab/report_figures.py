@@ -43,6 +43,7 @@ def sweep_figures(sweep: SweepData) -> list[Figure]:
     made = [
         loss_curves(sweep, first, paint),
         horizon_figure(sweep, paint),
+        horizon_figure(sweep, paint, sweep.ours) if sweep.ours else None,
         value_figure(sweep, paint),
         angle_figure(sweep, first, paint),
         norm_figure(sweep, first, paint),
@@ -130,15 +131,23 @@ def loss_top(traces: Sequence[Trace]) -> float | None:
     return max(late) + 0.05 * (max(late) - low) if late and max(late) > low else None
 
 
-def horizon_figure(sweep: SweepData, paint: dict[str, int]) -> Figure | None:
+def horizon_figure(sweep: SweepData, paint: dict[str, int], ours: str = "") -> Figure | None:
+    """Losses, or how far they are above those of our line, seed by seed: lines that lie on each
+    other in the first figure part in the second."""
     if len(sweep.horizons) < 2:
         return None
+
+    def shown(label: str, horizon: int) -> dict[int, float]:
+        losses = sweep.shown(label, horizon)
+        level = sweep.shown(ours, horizon) if ours else dict.fromkeys(losses, 0.0)
+        return {seed: losses[seed] - level[seed] for seed in losses if seed in level}
+
     traces: list[Trace] = []
     seeds: dict[str, str] = {}
     for label in sweep.lines:
         means: list[tuple[float, float]] = []
         for horizon in sweep.horizons:
-            tokens, losses = sweep.tokens(horizon), sweep.shown(label, horizon)
+            tokens, losses = sweep.tokens(horizon), shown(label, horizon)
             if tokens is not None and losses:
                 means.append((tokens, fmean(losses.values())))
                 points = [tokens] * len(losses), list(losses.values())
@@ -150,13 +159,16 @@ def horizon_figure(sweep: SweepData, paint: dict[str, int]) -> Figure | None:
     if not traces:
         return None
     ticks = [tokens for h in sweep.horizons if (tokens := sweep.tokens(h)) is not None]
-    panel = Panel(traces, "tokens (log)", "cooled-down loss", log_x=True, x_ticks=ticks)
+    what = f"loss above {ours}'s" if ours else "cooled-down loss"
+    panel = Panel(traces, "tokens (log)", what, log_x=True, x_ticks=ticks)
     alike = len(set(seeds.values())) == 1
     listed = (
         next(iter(seeds.values())) if alike else "; ".join(f"{x}: {s}" for x, s in seeds.items())
     )
-    caption = "Loss after the cool-down against the horizon: rings are runs, the line is their mean"
-    return Figure(key_of(sweep, "horizons"), panel, f"{caption}. {listed[0].upper()}{listed[1:]}.")
+    losses = f"How far losses are above {ours}'s" if ours else "Loss"
+    caption = f"{losses} after the cool-down against the horizon: rings are runs, the line is their"
+    caption += f" mean. {listed[0].upper()}{listed[1:]}."
+    return Figure(key_of(sweep, "above-ours" if ours else "horizons"), panel, caption)
 
 
 def value_figure(sweep: SweepData, paint: dict[str, int]) -> Figure | None:
