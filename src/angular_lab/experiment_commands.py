@@ -85,6 +85,7 @@ def submit(arguments: argparse.Namespace) -> None:
     settings = dict(launch.parameter(word) for word in arguments.set)
     runner = Sweep(plan, out, arguments.data, arguments.device)
     runner.extend = arguments.extend
+    runner.check()
     found = launch.jobs(runner)
     print(launch.described(found, {"executor": arguments.executor, "folder": out, **settings}))
     if found and not arguments.dry_run:

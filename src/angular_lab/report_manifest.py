@@ -11,6 +11,7 @@ from typing import Any
 
 from angular_lab.report_runs import DIVERGED, SWEEP, Run, read_run
 from angular_lab.report_sweeps import Member, SweepData
+from angular_lab.rundir import trunk_name
 from angular_lab.statistics import BestRate, Side, best_rate
 
 
@@ -42,18 +43,13 @@ def read_sweep(folder: Path, warnings: list[str]) -> SweepData | None:
     return sweep
 
 
-def _trunk(entry: dict[str, Any]) -> str:
-    """The folder that a cool-down's name begins with; the end itself where there is one horizon."""
-    return next((name.removesuffix(f"-to{h}") for h, name in entry["folders"].items()), "")
-
-
 def _names(entry: dict[str, Any]) -> list[str]:
     longer = [entry["longer"]] if "longer" in entry else []
-    return [_trunk(entry), *entry["folders"].values(), *longer]
+    return [trunk_name(entry), *entry["folders"].values(), *longer]
 
 
 def _member(folder: Path, entry: dict[str, Any], warnings: list[str]) -> Member:
-    root = folder / _trunk(entry)
+    root = folder / trunk_name(entry)
     broke = (root / DIVERGED).exists()
 
     def read(name: str) -> Run | None:

@@ -168,6 +168,12 @@ def parse_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def trunk_name(entry: dict[str, Any]) -> str:
+    """Of an entry of a sweep's manifest: the folder that a cool-down's name begins with; the end
+    itself where there is one horizon."""
+    return next((name.removesuffix(f"-to{h}") for h, name in entry["folders"].items()), "")
+
+
 def _check_links(path: Path) -> None:
     """A link that leads nowhere is there for mkdir, and is not there for open."""
     for place in (path, *path.parents):

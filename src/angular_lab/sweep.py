@@ -23,6 +23,7 @@ from angular_lab.preemption import Preempted, Sigterm
 from angular_lab.rundir import SWEEP, RunDir, alone, write_atomically
 from angular_lab.statistics import BestRate, best_rate
 from angular_lab.sweep_entries import Entry, make_entry, run_entry
+from angular_lab.sweep_kept import Kept, kept, would_hide
 from angular_lab.sweep_reuse import reuse
 
 FAILED = ".failed"
@@ -59,9 +60,23 @@ class Sweep:
     def run(self, budget: float = inf, extend: int = 0) -> None:
         run_together([self], budget, extend)
 
-    def begin(self, until: float, extend: int) -> None:
-        self.until, self.extend = until, extend
-        self.write()
+    def check(self) -> None:
+        """Raises ValueError where finished runs that the manifest lists would be in it no more."""
+        hidden = [run for run in kept(self.root) if not self._has(run)]
+        if hidden:
+            raise would_hide(self.experiment, self.data, hidden)
+
+    def _has(self, run: Kept) -> bool:
+        """What was added at an edge is not found while a value of the grid is to be made again."""
+        line = next((line for line in self.experiment.lines if line.label == run.label), None)
+        if line is None or run.seed not in self.experiment.seeds:
+            return False
+        if self._entry(line, run.value, run.seed).folder.name != run.folder.name:
+            return False
+        found = self.grid(line).entries
+        waits = not all(entry.done for entry in found)
+        beyond = not min(line.values) <= run.value <= max(line.values)
+        return run.value in [entry.value for entry in found] or (waits and beyond)
 
     def left(self) -> list[Entry]:
         """What could run now and has not failed."""
@@ -185,10 +200,24 @@ def run_together(sweeps: Sequence[Sweep], budget: float = inf, extend: int = 0) 
     budget is spent or at SIGTERM and Ctrl-C, with everything saved; the same call goes on.
     `extend`: how often a grid may grow at the edge where its best value lies. Runs that other
     processes make are waited for once nothing else is left, of any sweep."""
-    until, models, waiting = time.monotonic() + budget, sweeps[0].models, False
+    until = time.monotonic() + budget
+    begin(sweeps)
+    make_all(sweeps, until, extend)
+
+
+def begin(sweeps: Sequence[Sweep]) -> None:
+    """Once for a command of however many processes. All are looked at before one is written."""
     for sweep in sweeps:
-        sweep.models = models
-        sweep.begin(until, extend)
+        sweep.check()
+    for sweep in sweeps:
+        sweep.write()
+
+
+def make_all(sweeps: Sequence[Sweep], until: float, extend: int) -> None:
+    """What `run_together` does after it has begun."""
+    models, waiting = sweeps[0].models, False
+    for sweep in sweeps:
+        sweep.models, sweep.until, sweep.extend = models, until, extend
     with Sigterm(signal.SIGINT) as stop:
         while left := [(sweep, entries) for sweep in sweeps if (entries := sweep.left())]:
             if stop.received or time.monotonic() >= until:

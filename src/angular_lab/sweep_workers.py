@@ -26,7 +26,7 @@ import torch
 from angular_lab.experiment_plan import Experiment
 from angular_lab.preemption import PREEMPTED, Preempted, Sigterm, WorkerDied
 from angular_lab.prepare import cores
-from angular_lab.sweep import AGAIN, WAIT, Sweep, run_together
+from angular_lab.sweep import AGAIN, WAIT, Sweep, begin, make_all
 
 FOLDER = "workers"  # with a folder for each machine that works on the sweep, and call on it
 EVERY = "every run is done"
@@ -64,7 +64,8 @@ def run_in_processes(
         raise ValueError(f"--processes {processes}: it must be at least 1")
     until, first = time.monotonic() + budget, sweeps[0]
     for sweep in sweeps:
-        sweep.begin(until, extend)
+        sweep.extend = extend
+    begin(sweeps)
     if not any(sweep.pending() for sweep in sweeps):
         return
     plans = tuple((sweep.experiment, sweep.root) for sweep in sweeps)
@@ -187,7 +188,7 @@ def _work(task: Task) -> None:
     for sweep in sweeps:
         sweep.say, sweep.marks = say, task.log.parent
     try:
-        run_together(sweeps, task.until - time.monotonic(), task.extend)
+        make_all(sweeps, task.until, task.extend)
     except Preempted as stopped:
         say(str(stopped))
         sys.exit(PREEMPTED)

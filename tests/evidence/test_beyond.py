@@ -67,10 +67,14 @@ def test_tables_and_figures_in_the_docs_are_the_reports(report: Path) -> None:
 def test_the_command_goes_on_with_what_was_kept(report: Path, name: str) -> None:
     root = report / "runs" / f"{name}-s"
     kept = json.loads((root / "sweep.json").read_text())["entries"]
-    known = {entry.folder.name for entry in Sweep(experiment(name, "s"), root, DATA).entries}
+    sweep = Sweep(experiment(name, "s"), root, DATA)
+    known = {entry.folder.name for entry in sweep.entries}
     done = {e["folders"].popitem()[1].partition("-to")[0] for e in kept if e["status"] == "done"}
     assert done
     assert done <= known
+    sweep.check()
+    with pytest.raises(ValueError, match=rf"{len(done)} finished run.*: give --data {DATA}, or"):
+        Sweep(experiment(name, "s"), root).check()
 
 
 def test_the_commits_that_runs_were_made_on(report: Path) -> None:

@@ -1,0 +1,177 @@
+"""A sweep does not hide what is finished: whoever comes with another plan is told before."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from angular_lab import sweep_workers
+from angular_lab.cli import main
+from angular_lab.experiment_plan import Experiment
+from angular_lab.experiments import EXPERIMENTS
+from angular_lab.rundir import RunDir
+from angular_lab.sweep import Sweep, run_together
+from angular_lab.sweep_workers import run_in_processes
+from tests.angular_lab.sweeps import manifest, small
+
+
+@pytest.fixture(scope="module")
+def made(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four runs, all finished."""
+    root = tmp_path_factory.mktemp("runs") / "small-nano"
+    Sweep(_plan(data), root, device="cpu").run()
+    return root
+
+
+@pytest.fixture
+def root(made: Path, tmp_path: Path) -> Path:
+    shutil.copytree(made, tmp_path / made.name)
+    return tmp_path / made.name
+
+
+def _plan(data: Path) -> Experiment:
+    return small(data, horizons=(4,), seeds=(0,))
+
+
+def _changed(plan: Experiment) -> Experiment:
+    """Its second line is another run than it was."""
+    first, second = plan.lines
+    return replace(plan, lines=(first, replace(second, spec=replace(second.spec, batch=8))))
+
+
+def _all_below(root: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in root.rglob("*")}
+
+
+def _alone(sweep: Sweep) -> None:
+    sweep.run()
+
+
+def _by_two(sweep: Sweep) -> None:
+    run_in_processes([sweep], 2)
+
+
+@pytest.mark.parametrize("run", [_alone, _by_two])
+def test_other_data_would_hide_them(
+    root: Path, data: Path, monkeypatch: pytest.MonkeyPatch, run: Callable[[Sweep], None]
+) -> None:
+    monkeypatch.setattr(sweep_workers, "_watch", lambda *_: pytest.fail("workers were started"))
+    other = root.parent / "copy"
+    shutil.copytree(data, other)
+    before = _all_below(root)
+    wanted = (
+        rf"{root}: .*leave out 4 finished runs, such as adamw-lr0.001-seed0-\w+; made with "
+        rf"data={data}, and this sweep has data={other}: give --data {data}, or another --out"
+    )
+    with pytest.raises(ValueError, match=wanted):
+        run(Sweep(_plan(data), root, str(other), "cpu"))
+    assert _all_below(root) == before, "not even a lock is written"
+
+
+def test_the_command_without_the_data_that_was_given(
+    root: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As it was: 15 runs gone from the manifest of a sweep, and new ones begun on other text."""
+    plan = _plan(Path("stdlib"))
+    monkeypatch.setitem(EXPERIMENTS, "small", lambda _: plan)
+    words = ["small", "--out", str(root), "--device", "cpu"]
+    for command in (["sweep"], ["submit", "--executor", "local"], ["submit", "--dry-run"]):
+        assert main([*command, *words]) == 2
+        told = capsys.readouterr()
+        assert f"and this sweep has data=stdlib: give --data {data}, or another --out" in told.err
+        assert not told.out
+    assert main(["sweep", *words, "--data", str(data)]) == 0
+
+
+def test_a_plan_that_has_changed(root: Path, data: Path) -> None:
+    before = (root / "sweep.json").read_bytes()
+    wanted = (
+        r"leave out 1 finished run, angular-muown--kappa---1-lr0.02-seed0-\w+; the plan has "
+        r"changed since: use the version of the package that had it, or give another --out"
+    )
+    with pytest.raises(ValueError, match=wanted):
+        Sweep(_changed(_plan(data)), root, device="cpu").run()
+    assert (root / "sweep.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("values", [(1e-3, 4e-3), (2e-3, 4e-3)], ids=["inside", "at an end"])
+def test_a_value_that_the_grid_has_no_more(
+    root: Path, data: Path, values: tuple[float, ...]
+) -> None:
+    plan = _plan(data)
+    lines = (replace(plan.lines[0], values=values), *plan.lines[1:])
+    with pytest.raises(ValueError, match=r"leave out 1 finished run, adamw-lr0.00[12]-"):
+        Sweep(replace(plan, lines=lines), root, device="cpu").run()
+
+
+def test_another_experiments_folder(root: Path, data: Path) -> None:
+    plan = replace(_plan(data), name="other", lines=_plan(data).lines[:1])
+    with pytest.raises(ValueError, match="made by small, scale nano: give another --out"):
+        Sweep(plan, root, device="cpu").run()
+
+
+@pytest.mark.parametrize("horizons", [(4,), (4, 8)])
+def test_a_diverged_run_is_a_finished_one(
+    data: Path, tmp_path: Path, horizons: tuple[int, ...]
+) -> None:
+    """Of several horizons it leaves the trunk only, and no spec where it was never set up."""
+    plan = replace(_plan(data), horizons=horizons, lines=_plan(data).lines[1:])
+    sweep = Sweep(plan, tmp_path, device="cpu")
+    (entry,) = sweep.pending()
+    entry.folder.mkdir()
+    (entry.folder / "DIVERGED").touch()
+    sweep.run()
+    assert manifest(tmp_path)["entries"][0]["status"] == "diverged"
+    with pytest.raises(ValueError, match=f"1 finished run, {entry.folder.name}; the plan has"):
+        Sweep(replace(plan, horizons=(9,)), tmp_path, device="cpu").run()
+
+
+def test_none_is_written_where_one_is_refused(root: Path, data: Path) -> None:
+    fresh = Sweep(replace(_plan(data), name="fresh"), root.parent / "fresh", device="cpu")
+    with pytest.raises(ValueError, match="leave out 1 finished run"):
+        run_together([fresh, Sweep(_changed(_plan(data)), root, device="cpu")])
+    assert not fresh.root.exists()
+
+
+def test_what_was_never_finished_or_is_gone_holds_nobody_up(root: Path, data: Path) -> None:
+    (gone,) = root.glob("angular*")
+    shutil.rmtree(gone)
+    Sweep(_changed(_plan(data)), root, device="cpu").run()
+    (other,) = root.glob("angular*")
+    (other / "DONE").unlink()
+    Sweep(_changed(_plan(data)), root, device="cpu").write()
+    Sweep(_plan(data), root, device="cpu").run()
+    assert len(manifest(root)["entries"]) == 4
+
+
+def test_an_extended_grid_goes_on_without_one_of_its_values(data: Path, tmp_path: Path) -> None:
+    """Which is to be made again: until then nothing tells where the grid was extended."""
+    plan = _plan(data)
+    plan = replace(plan, lines=(replace(plan.lines[0], values=(1e-5, 2e-5)),), seeds=(0, 1))
+    Sweep(plan, tmp_path, device="cpu").run(extend=1)
+    before = (tmp_path / "sweep.json").read_bytes()
+    (first,) = tmp_path.glob("adamw-lr1e-05-seed0-*")
+    shutil.rmtree(first)
+    Sweep(plan, tmp_path, device="cpu").run()
+    assert (tmp_path / "sweep.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("text", ["{", "{}", '{"entries": [{"status": "done"}]}', "[1]"])
+def test_a_damaged_manifest_is_written_anew(root: Path, data: Path, text: str) -> None:
+    whole = (root / "sweep.json").read_bytes()
+    (root / "sweep.json").write_text(text)
+    Sweep(_plan(data), root, device="cpu").run()
+    assert (root / "sweep.json").read_bytes() == whole
+
+
+def test_a_spec_of_another_version(root: Path, data: Path) -> None:
+    """That cannot be read is no reason to say something else than what is the matter."""
+    path = next(root.glob("angular*")) / "spec.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "spec": {**content["spec"], "unheard_of": 1}}))
+    with pytest.raises(ValueError, match=r"leave out 1 finished run, .*the plan has changed"):
+        Sweep(_changed(_plan(data)), root, device="cpu").run()
+    assert RunDir(path.parent).done
