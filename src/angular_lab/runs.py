@@ -127,6 +127,8 @@ def _check_resumable(spec: Spec, run: RunDir, resume: bool) -> None:
     before = run.read_spec()
     if spec.parent and _parent(run, before).path.resolve() == _parent(run, spec).path.resolve():
         before = replace(before, parent=spec.parent)  # one folder by two names
+    if before.data != spec.data and _has_tokens(run, spec):
+        before = replace(before, data=spec.data)
     if before == spec:
         return
     differences = [
@@ -137,6 +139,12 @@ def _check_resumable(spec: Spec, run: RunDir, resume: bool) -> None:
     raise ValueError(
         f"{run.path} was started with {', '.join(differences)}: the same, or a new --out"
     )
+
+
+def _has_tokens(run: RunDir, spec: Spec) -> bool:
+    """Whether the spec's folder holds the run's tokens; False where nothing tells."""
+    stored = run.read_data()
+    return stored != "" and stored == fingerprint(data_place(spec))
 
 
 def _get(spec: object, key: str) -> object:
