@@ -1,6 +1,6 @@
 """The command angular-lab: prepare, train, branch, trunk, sweep, theory, show, sample, export, ...
 
-Exit codes: 0 done, 2 bad input, 3 loss not finite, 4 a worker process died, 75 preempted (saved:
+Exit codes: 0 done, 2 bad input, 3 loss not finite, 4 a worker process died, 75 stopped (saved:
 run again, with --resume auto where it is a single run).
 """
 
@@ -218,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments.function(arguments)
     except Preempted as stopped:
-        print(f"preempted: {stopped}", file=sys.stderr)
+        print(f"stopped: {stopped}", file=sys.stderr)
         return PREEMPTED
     except NotFinite as error:
         print(f"error: {error}", file=sys.stderr)

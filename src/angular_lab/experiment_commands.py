@@ -1,6 +1,7 @@
 """The commands experiments, sweep, submit, report, theory; they import what they need when run."""
 
 import argparse
+import shlex
 import time
 from collections.abc import Callable
 from math import inf
@@ -59,21 +60,24 @@ def sweep(arguments: argparse.Namespace) -> None:
         run_in_processes(sweeps, arguments.processes, budget, arguments.extend)
     for made in sweeps:
         _tell(made)
+    print(f"a page about it: angular-lab report {shlex.join(str(made.root) for made in sweeps)}")
 
 
 def _tell(sweep: "Sweep") -> None:
-    chosen = sweep.chosen
-    for line in sweep.experiment.lines:
-        print(f"{line.label:30} {_outcome(chosen.get(line.label))}")
+    lines, chosen = sweep.experiment.lines, sweep.chosen
+    width, chooser = max(len(line.label) for line in lines), sweep.experiment.seeds[0]
+    for line in lines:
+        print(f"{line.label:{width}}  {_outcome(chosen.get(line.label), chooser)}")
     print(sweep.root)
 
 
-def _outcome(best: BestRate | None) -> str:
+def _outcome(best: BestRate | None, chooser: int) -> str:
     if best is None:
         return "every value diverged: --extend N tries smaller ones"
-    # a single value is at both ends: there is no grid, and no edge to tell of
+    # a single value is at both ends: there is no grid, no choice, and no edge to tell of
+    choice = ", which chose it" if len(best.extend) < 2 else ""
     edge = f", at the grid's edge: {best.extend[0]}" if len(best.extend) == 1 else ""
-    return f"best {best.lr:g}, loss {best.loss:.4f}{edge}"
+    return f"best {best.lr:g}, loss {best.loss:.4f} on seed {chooser}{choice}{edge}"
 
 
 def submit(arguments: argparse.Namespace) -> None:
@@ -86,6 +90,7 @@ def submit(arguments: argparse.Namespace) -> None:
     runner = Sweep(plan, out, arguments.data, arguments.device)
     runner.extend = arguments.extend
     runner.check()
+    runner.say(runner.state())
     found = launch.jobs(runner)
     print(launch.described(found, {"executor": arguments.executor, "folder": out, **settings}))
     if found and not arguments.dry_run:

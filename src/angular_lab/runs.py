@@ -25,16 +25,19 @@ def data_place(spec: Spec) -> Path:
     return stdlib_place(STDLIB_FOLDER) if spec.data == STDLIB else Path(spec.data)
 
 
+def check_place(spec: Spec) -> None:
+    if spec.data != STDLIB and not Path(spec.data).is_dir():
+        raise ValueError(f"data={spec.data}: no such folder; make one with angular-lab prepare")
+
+
 def data_folder(spec: Spec, ranks: Ranks) -> Path:
-    folder = data_place(spec)
+    check_place(spec)
     if spec.data == STDLIB:
         if ranks.first:
             prepare_stdlib(STDLIB_FOLDER)
         ranks.barrier()
         prepare_stdlib(STDLIB_FOLDER)  # made by now, unless this is another machine's disk
-    elif not folder.is_dir():
-        raise ValueError(f"data={spec.data}: no such folder; make one with angular-lab prepare")
-    return folder
+    return data_place(spec)
 
 
 def train(

@@ -10,9 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import count
+from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -21,22 +19,17 @@ from angular_lab.build import Models
 from angular_lab.experiment_plan import Experiment, Line
 from angular_lab.preemption import Preempted, Sigterm
 from angular_lab.rundir import SWEEP, RunDir, alone, write_atomically
-from angular_lab.statistics import BestRate, best_rate
+from angular_lab.runs import STDLIB, check_place
+from angular_lab.statistics import BestRate
 from angular_lab.sweep_entries import Entry, make_entry, run_entry
+from angular_lab.sweep_grid import Grid, make_grid
 from angular_lab.sweep_kept import Kept, kept, would_hide
 from angular_lab.sweep_reuse import reuse
 
 FAILED = ".failed"
 WAIT = 0.5  # seconds between looks at runs that other processes make
 AGAIN = "the same command goes on"
-
-
-@dataclass(frozen=True)
-class Grid:
-    """A line on the first seed. No best until all values are done, and none where all diverged."""
-
-    entries: list[Entry]
-    best: BestRate | None = None
+STDLIB_TEXT = f"{STDLIB} (the Python standard library, as bytes)"
 
 
 class Sweep:
@@ -61,10 +54,20 @@ class Sweep:
         run_together([self], budget, extend)
 
     def check(self) -> None:
-        """Raises ValueError where finished runs that the manifest lists would be in it no more."""
+        """Raises ValueError where finished runs that the manifest lists would be in it no more,
+        or where there is something to make and no tokens to make it of."""
         hidden = [run for run in kept(self.root) if not self._has(run)]
         if hidden:
             raise would_hide(self.experiment, self.data, hidden)
+        for entry in self.pending():
+            check_place(entry.spec)
+
+    def state(self) -> str:
+        """For the start of a command: nobody should train on the default text unknowingly."""
+        plan, (done, total) = self.experiment, self.counts()
+        data = dict.fromkeys(self.data or line.spec.data for line in plan.lines)
+        text = ", ".join(STDLIB_TEXT if name == STDLIB else name for name in data)
+        return f"{plan.name}, scale {plan.scale}: {done} of {total} runs done; data: {text}"
 
     def _has(self, run: Kept) -> bool:
         """What was added at an edge is not found while a value of the grid is to be made again."""
@@ -73,45 +76,41 @@ class Sweep:
             return False
         if self._entry(line, run.value, run.seed).folder.name != run.folder.name:
             return False
-        found = self.grid(line).entries
-        waits = not all(entry.done for entry in found)
+        grid = self.grid(line)
         beyond = not min(line.values) <= run.value <= max(line.values)
-        return run.value in [entry.value for entry in found] or (waits and beyond)
+        return run.value in [e.value for e in grid.entries] or (beyond and not grid.done)
 
     def left(self) -> list[Entry]:
         """What could run now and has not failed."""
         return [entry for entry in self.pending() if not self._failed(entry)]
 
     def grid(self, line: Line, extend: int = 0) -> Grid:
-        """Its values, with those that were added at an edge: as their folders tell, or on request.
-        Where all diverged, smaller ones are the edge to try."""
-        values, first = list(line.values), self.experiment.seeds[0]
-        for rounds in count():
-            entries = [self._entry(line, value, first) for value in values]
-            if not all(entry.done for entry in entries):
-                return Grid(entries)
-            best = _best(entries)
-            edge = best.extend if best else ("below",)
-            if len(edge) != 1 or len(values) < 2:  # a single value is no grid to extend
-                break
-            more = _next(values, edge[0])
-            if rounds >= extend and not self._entry(line, more, first).folder.exists():
-                break
-            values = sorted([*values, more])
-        return Grid(entries, best)
+        first = self.experiment.seeds[0]
+        return make_grid(line, lambda value: self._entry(line, value, first), extend)
 
     def pending(self) -> list[Entry]:
         """What could run now, each by itself: values on the first seed, and where all of a line's
         are done, its best value on the others. A line with one value has nothing to wait for."""
-        found: list[Entry] = []
+        return [entry for _, wanted in self._wanted() for entry in wanted if not entry.done]
+
+    def counts(self) -> tuple[int, int]:
+        """Runs that are done, and all: also those that wait until their line's value is chosen."""
+        done = total = 0
+        for waiting, wanted in self._wanted():
+            done += sum(entry.done for entry in wanted)
+            total += waiting + len(wanted)
+        return done, total
+
+    def _wanted(self) -> Iterator[tuple[int, list[Entry]]]:
+        """Of every line what could run now or has, and how many seeds wait for a choice."""
+        others = self.experiment.seeds[1:]
         for line in self.experiment.lines:
             grid = self.grid(line, self.extend)
-            wanted = list(grid.entries)
+            judged = grid.best.lr if grid.best else line.values[0]
             if grid.best or len(line.values) == 1:
-                value = grid.best.lr if grid.best else line.values[0]
-                wanted += [self._entry(line, value, seed) for seed in self.experiment.seeds[1:]]
-            found += [entry for entry in wanted if not entry.done]
-        return found
+                yield 0, [*grid.entries, *(self._entry(line, judged, seed) for seed in others)]
+            else:
+                yield 0 if grid.done else len(others), grid.entries
 
     @property
     def entries(self) -> list[Entry]:
@@ -179,7 +178,7 @@ class Sweep:
             else:
                 run_entry(entry, run, self.device, self.until, self.models)
         except Preempted:
-            raise Preempted(f"{entry.folder.name} is saved; {AGAIN}") from None
+            raise Preempted(f"{entry.folder.name} is saved") from None
         except Exception:
             if self.marks:
                 self._mark(self.marks, entry).touch()
@@ -201,16 +200,32 @@ def run_together(sweeps: Sequence[Sweep], budget: float = inf, extend: int = 0) 
     `extend`: how often a grid may grow at the edge where its best value lies. Runs that other
     processes make are waited for once nothing else is left, of any sweep."""
     until = time.monotonic() + budget
-    begin(sweeps)
-    make_all(sweeps, until, extend)
+    begin(sweeps, extend)
+    try:
+        make_all(sweeps, until, extend)
+    except Preempted as stopped:
+        parts = (str(stopped), unfinished(sweeps), AGAIN)  # others may have made the rest
+        raise Preempted("; ".join(filter(None, parts))) from None
 
 
-def begin(sweeps: Sequence[Sweep]) -> None:
+def begin(sweeps: Sequence[Sweep], extend: int) -> None:
     """Once for a command of however many processes. All are looked at before one is written."""
     for sweep in sweeps:
+        sweep.extend = extend
         sweep.check()
     for sweep in sweeps:
         sweep.write()
+        sweep.say(sweep.state())
+
+
+def unfinished(sweeps: Sequence[Sweep]) -> str:
+    """Those of which something is left, and how much; "" where all are done."""
+    counted = [(sweep.root, *sweep.counts()) for sweep in sweeps]
+    return "; ".join(
+        f"{root}: {done} of {total} runs done, {total - done} left"
+        for root, done, total in counted
+        if done < total
+    )
 
 
 def make_all(sweeps: Sequence[Sweep], until: float, extend: int) -> None:
@@ -221,25 +236,13 @@ def make_all(sweeps: Sequence[Sweep], until: float, extend: int) -> None:
     with Sigterm(signal.SIGINT) as stop:
         while left := [(sweep, entries) for sweep in sweeps if (entries := sweep.left())]:
             if stop.received or time.monotonic() >= until:
-                raise Preempted(f"{left[0][0].root} is unfinished; {AGAIN}")
+                raise Preempted("a signal came" if stop.received else "the budget is spent")
             made = any(sweep.make_one(entries) for sweep, entries in left)  # the first that can
             if not made:
                 if not waiting:
                     sweeps[0].say("waiting: other processes make all that can be made now")
                 time.sleep(WAIT)
             waiting = not made
-
-
-def _best(entries: list[Entry]) -> BestRate | None:
-    losses = {entry.value: entry.loss for entry in entries}
-    return best_rate(losses) if any(loss < inf for loss in losses.values()) else None
-
-
-def _next(values: list[float], edge: str) -> float:
-    """One more value at the edge, as far from it as its neighbour is, in ratio."""
-    ordered = sorted(values)
-    last, neighbour = (ordered[0], ordered[1]) if edge == "below" else (ordered[-1], ordered[-2])
-    return last**2 / neighbour
 
 
 def _say(text: str) -> None:

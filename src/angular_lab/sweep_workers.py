@@ -26,7 +26,7 @@ import torch
 from angular_lab.experiment_plan import Experiment
 from angular_lab.preemption import PREEMPTED, Preempted, Sigterm, WorkerDied
 from angular_lab.prepare import cores
-from angular_lab.sweep import AGAIN, WAIT, Sweep, begin, make_all
+from angular_lab.sweep import AGAIN, WAIT, Sweep, begin, make_all, unfinished
 
 FOLDER = "workers"  # with a folder for each machine that works on the sweep, and call on it
 EVERY = "every run is done"
@@ -63,9 +63,7 @@ def run_in_processes(
     if processes < 1:
         raise ValueError(f"--processes {processes}: it must be at least 1")
     until, first = time.monotonic() + budget, sweeps[0]
-    for sweep in sweeps:
-        sweep.extend = extend
-    begin(sweeps)
+    begin(sweeps, extend)
     if not any(sweep.pending() for sweep in sweeps):
         return
     plans = tuple((sweep.experiment, sweep.root) for sweep in sweeps)
@@ -80,13 +78,12 @@ def run_in_processes(
         died = _watch(tasks, stop)
     for sweep in sweeps:
         sweep.write()
-    unfinished = [str(sweep.root) for sweep in sweeps if sweep.pending()]
-    are = "is" if len(unfinished) == 1 else "are"
-    left = f"{', '.join(unfinished)} {are} unfinished; {AGAIN}" if unfinished else EVERY
+    left = unfinished(sweeps)
+    end = f"{left}; {AGAIN}" if left else EVERY
     if died:
-        raise WorkerDied(f"{len(died)} of {processes} workers died: {', '.join(died)}; {left}")
-    if unfinished:
-        raise Preempted(left)
+        raise WorkerDied(f"{len(died)} of {processes} workers died: {', '.join(died)}; {end}")
+    if left:
+        raise Preempted(end)
 
 
 def _clear(machine: Path) -> None:
@@ -190,7 +187,7 @@ def _work(task: Task) -> None:
     try:
         make_all(sweeps, task.until, task.extend)
     except Preempted as stopped:
-        say(str(stopped))
+        say(f"{stopped}; {AGAIN}")
         sys.exit(PREEMPTED)
 
 

@@ -142,7 +142,7 @@ def test_sigterm_leaves_with_code_75(data, tmp_path) -> None:
     process.terminate()
     _, error = process.communicate(timeout=60)
     assert process.returncode == 75
-    assert "preempted: saved at step" in error
+    assert "stopped: saved at step" in error
     assert len(list((out / "checkpoints").iterdir())) == 1
 
 

@@ -49,10 +49,13 @@ def test_the_command(
     assert main([*words, "--processes", "2"]) == 0, "nothing is left"
     shutil.rmtree(roots["other"])  # the first is done: the second is made all the same
     assert main([*words, "--processes", "2", "--budget", "0.001s"]) == 75
-    assert f"{roots['other']} is unfinished" in capfd.readouterr().err
+    assert (
+        f"{roots['other']}: 0 of 1 runs done, 1 left; the same command goes on"
+        in capfd.readouterr().err
+    )
     told = [line for line in shown.out.splitlines() if line.startswith("runs/")]
     assert told == list(map(str, roots.values()))
-    assert "adamw                          best 0.004" in shown.out
+    assert "adamw                     best 0.004" in shown.out
     assert main([*words, "--processes", "0"]) == 2
     assert "--processes 0: it must be at least 1" in capfd.readouterr().err
 

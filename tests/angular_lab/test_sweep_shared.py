@@ -130,7 +130,7 @@ def test_many_writers_one_manifest(data: Path, tmp_path: Path) -> None:
 
 
 def test_nothing_begins_when_the_time_is_over(data: Path, tmp_path: Path) -> None:
-    with pytest.raises(Preempted, match="unfinished; the same command goes on"):
+    with pytest.raises(Preempted, match="0 of 6 runs done, 6 left; the same command goes on"):
         Sweep(small(data), tmp_path, device="cpu").run(budget=1e-9)
     assert not list(tmp_path.glob("*seed*"))
 

@@ -24,6 +24,7 @@ from angular_lab.sweep_workers import run_in_processes
 from tests.angular_lab.runs import LIMIT, SERVER
 from tests.angular_lab.sweeps import long, manifest, metrics, small
 
+LEFT = r"\d of 6 runs done, \d left; the same command goes on"
 pytestmark = pytest.mark.timeout(LIMIT)
 
 
@@ -116,7 +117,7 @@ def test_a_killed_worker_is_told_of_and_the_rest_goes_on(
         for number in reversed(killed):  # the message has an order of its own
             os.kill(workers()[f"worker {number}"], signal.SIGKILL)
 
-    left = "is unfinished; the same" if len(killed) == 2 else "every run is done"
+    left = LEFT if len(killed) == 2 else "every run is done"
     names = ", ".join(rf"worker {number} with exit code -9 \(SIGKILL\)" for number in killed)
     expected = f"{len(killed)} of 2 workers died: {names}; .*{left}"
     with once(at_work(tmp_path, 0, 1), kill), pytest.raises(WorkerDied, match=expected):
@@ -152,7 +153,7 @@ def test_a_run_that_fails_costs_one_worker_only(
 @pytest.mark.usefixtures("fast")
 def test_the_budget_holds_for_all(data: Path, tmp_path: Path, alone: Path) -> None:
     began = time.monotonic()
-    with pytest.raises(Preempted, match="unfinished; the same command goes on"):
+    with pytest.raises(Preempted, match=LEFT):
         two(long(data), tmp_path, budget=1.5)
     assert 1.5 < time.monotonic() - began < 30
     assert not workers()
@@ -168,7 +169,7 @@ def test_a_signal_stops_all(data: Path, tmp_path: Path, alone: Path, number: int
     handlers = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
     with (
         once(at_work(tmp_path, 0, 1), lambda: os.kill(os.getpid(), number)),
-        pytest.raises(Preempted, match="unfinished; the same command goes on"),
+        pytest.raises(Preempted, match=LEFT),
     ):
         two(long(data), tmp_path)
     assert not workers()
