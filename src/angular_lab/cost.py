@@ -39,13 +39,14 @@ def cost(plan: Experiment) -> tuple[int, float, float]:
     return runs, tokens, operations
 
 
-def listing() -> str:
+def listing(only: str = "") -> str:
+    """Of all scales, or of one."""
     rate, source = rate_here()
     rows = [
         f"{'experiment':11} {'scale':6} {'runs':>5} {'tokens':>9} {'FLOP':>9} {'time here':>14}"
     ]
     for name in EXPERIMENTS:
-        for scale in SCALES:
+        for scale in (only,) if only else SCALES:
             plan = experiment(name, scale)
             runs, tokens, operations = cost(plan)
             time = duration(operations / rate)

@@ -117,14 +117,15 @@ def theory(arguments: argparse.Namespace) -> None:
     )
 
 
-def experiments(_: argparse.Namespace) -> None:
+def experiments(arguments: argparse.Namespace) -> None:
     from angular_lab.cost import listing
 
-    print(listing())
+    print(listing(arguments.scale))
 
 
 def add_experiments(add: Callable[..., argparse.ArgumentParser]) -> None:
-    add("experiments", experiments, "list the paper's experiments and what they cost here")
+    sub = add("experiments", experiments, "list the paper's experiments and what they cost here")
+    sub.add_argument("--scale", default="", help="paper, s or nano; default: all")
     sub = add("report", report, "a page about sweeps and runs")
     sub.add_argument("runs", type=Path, nargs="+", help="folders with runs, at any depth")
     sub.add_argument("-o", "--out", type=Path, default=Path("report"))

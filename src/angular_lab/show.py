@@ -10,6 +10,7 @@ from angular_lab.models import LanguageModel, build_model
 from angular_lab.progress import peak_flops
 from angular_lab.spec import Spec
 
+DAY = 86_400  # seconds
 USUAL_MFU = 0.4  # of a well-fed GPU; on the CPU the rate is measured instead
 
 
@@ -74,7 +75,10 @@ def rate_here() -> tuple[float, str]:
 
 
 def duration(seconds: float) -> str:
-    for unit, size in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
+    if seconds > 1000 * DAY:
+        years = seconds / (365.25 * DAY)
+        return f"{years:.1f} years" if years < 10 else f"{years:,.0f} years"
+    for unit, size in (("days", DAY), ("hours", 3600), ("minutes", 60)):
         if seconds >= size:
             return f"{seconds / size:.1f} {unit}"
     return f"{seconds:.0f} seconds"

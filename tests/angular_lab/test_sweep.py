@@ -20,6 +20,7 @@ from angular_lab.ranks import start_ranks
 from angular_lab.report import make_report
 from angular_lab.rundir import RunDir
 from angular_lab.runs import train
+from angular_lab.show import duration
 from angular_lab.spec import Spec
 from angular_lab.sweep import Sweep
 from angular_lab.sweep_entries import decisive, make_entry
@@ -297,6 +298,24 @@ def test_the_teaser_has_the_papers_tokens() -> None:
 def test_the_list_names_everything() -> None:
     text = listing()
     assert all(name in text for name in EXPERIMENTS)
+    assert [text.count(f" {scale} ") >= len(EXPERIMENTS) for scale in SCALES] == [True] * 3
+
+
+def test_the_list_of_one_scale(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["experiments", "--scale", "nano"]) == 0
+    _, *rows, _ = capsys.readouterr().out.splitlines()
+    assert [row.split()[:2] for row in rows] == [[name, "nano"] for name in EXPERIMENTS]
+    assert main(["experiments", "--scale", "xl"]) == 2
+    assert "--scale xl: it must be paper, s" in capsys.readouterr().err
+
+
+def test_long_times_are_in_years() -> None:
+    day = 86_400
+    told = [duration(days * day) for days in (3, 999, 1001, 20_000, 585 * 365.25, 4e6)]
+    assert told == [
+        "3.0 days", "999.0 days", "2.7 years", "55 years", "585 years", "10,951 years",
+    ]  # fmt: skip
+    assert duration(5400) == "1.5 hours"
 
 
 @pytest.mark.parametrize(
