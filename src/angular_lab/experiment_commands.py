@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from angular_lab.statistics import BestRate
 
-if TYPE_CHECKING:  # the second imports torch
-    from angular_lab.experiment_plan import Experiment
+if TYPE_CHECKING:  # it imports torch
     from angular_lab.sweep import Sweep
 
 PROCESSES = (
@@ -29,17 +28,8 @@ def seconds(text: str) -> float:
     return number
 
 
-def planned(name: str, scale: str, data: str) -> "Experiment":
-    """The experiment, with the vocabulary that the prepared data needs."""
-    from angular_lab.experiment_plan import with_tokens
-    from angular_lab.experiments import experiment
-    from angular_lab.manifest import Manifest
-
-    plan, prepared = experiment(name, scale), Manifest.load(Path(data)) if data else None
-    return with_tokens(plan, prepared.vocabulary) if prepared else plan
-
-
 def sweep(arguments: argparse.Namespace) -> None:
+    from angular_lab.experiments import planned
     from angular_lab.sweep import Sweep, run_together
     from angular_lab.sweep_workers import run_in_processes
 
@@ -82,6 +72,7 @@ def _outcome(best: BestRate | None, chooser: int) -> str:
 
 def submit(arguments: argparse.Namespace) -> None:
     from angular_lab import launch
+    from angular_lab.experiments import planned
     from angular_lab.sweep import Sweep
 
     plan = planned(arguments.name, arguments.scale, arguments.data)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from angular_lab import ablations, beyond, paper
@@ -18,7 +19,9 @@ from angular_lab.experiment_plan import (
     base,
     held,
     trained_by,
+    with_tokens,
 )
+from angular_lab.manifest import Manifest
 from angular_lab.recipes import recipe
 
 
@@ -155,3 +158,9 @@ def experiment(name: str, scale: str) -> Experiment:
     if scale not in SCALES:
         raise ValueError(f"--scale {scale}: it must be {', '.join(SCALES)}")
     return EXPERIMENTS[name](scale)
+
+
+def planned(name: str, scale: str, data: str) -> Experiment:
+    """The experiment, with the vocabulary that the prepared data needs."""
+    plan, prepared = experiment(name, scale), Manifest.load(Path(data)) if data else None
+    return with_tokens(plan, prepared.vocabulary) if prepared else plan

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from angular_lab.experiments import experiment
+from angular_lab.experiments import planned
 from angular_lab.preemption import Preempted, Sigterm, WorkerDied
 from angular_lab.rundir import RunDir
 from angular_lab.sweep import AGAIN, Sweep
@@ -36,7 +36,7 @@ class Job:
     seed: int
 
     def __call__(self) -> str:
-        plan = experiment(self.experiment, self.scale)
+        plan = planned(self.experiment, self.scale, self.data)
         line = next(line for line in plan.lines if line.label == self.label)
         entry = make_entry(plan, line, self.value, self.seed, self.root, self.data)
         sweep, run = Sweep(plan, self.root, self.data, self.device), RunDir(entry.folder)

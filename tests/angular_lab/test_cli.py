@@ -11,8 +11,7 @@ import pytest
 
 from angular_lab import checkpoint
 from angular_lab.cli import main
-from angular_lab.experiment_commands import planned
-from angular_lab.experiments import experiment
+from angular_lab.experiments import experiment, planned
 from angular_lab.overrides import count, keys, override
 from angular_lab.recipes import RECIPES, recipe
 from angular_lab.spec import Spec

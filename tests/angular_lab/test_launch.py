@@ -10,11 +10,13 @@ import pytest
 from angular_lab import build, checkpoint, experiments, launch
 from angular_lab.cli import main
 from angular_lab.experiment_plan import Experiment, Line, trained_by
-from angular_lab.experiments import EXPERIMENTS
+from angular_lab.experiments import EXPERIMENTS, planned
 from angular_lab.preemption import Preempted, WorkerDied
+from angular_lab.prepare import prepare
 from angular_lab.rundir import RunDir
 from angular_lab.spec import Spec
 from angular_lab.sweep import Sweep
+from angular_lab.tokenizer import train_tokenizer
 from angular_lab.trainer import Trainer
 from tests.angular_lab.runs import tiny
 from tests.angular_lab.sweeps import manifest, metrics
@@ -55,6 +57,20 @@ def test_jobs_write_the_manifest_of_a_sweep(plan: Experiment, tmp_path: Path) ->
             job()
             assert manifest(tmp_path / "jobs")["entries"][-1]["status"] == "done"
     assert manifest(tmp_path / "jobs") == manifest(tmp_path / "sweep")
+
+
+def test_a_job_fits_the_model_to_the_text_as_the_sweep_does(
+    plan: Experiment, tmp_path: Path
+) -> None:
+    texts = [f"document {i} of a text with more kinds of tokens than bytes" for i in range(400)]
+    prepare(texts, train_tokenizer(texts, 300), tmp_path / "data", val_fraction=0.2, progress=False)
+    data = str(tmp_path / "data")
+    assert plan.lines[0].spec.model.vocabulary < 300
+    sweep = Sweep(planned("small", "nano", data), tmp_path / "runs", data, "cpu")
+    wanted = sweep.pending()[0].folder.resolve()
+    job, _ = launch.jobs(sweep)
+    assert Path(job()) == wanted
+    assert RunDir(wanted).read_spec().model.vocabulary == 300
 
 
 def test_a_job_is_one_process_with_one_model(
