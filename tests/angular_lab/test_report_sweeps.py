@@ -218,7 +218,7 @@ def test_numbers_by_hand(tmp_path: Path) -> None:
 
 def test_every_figure_is_there_three_times(tmp_path: Path) -> None:
     page = make_report([choosing(tmp_path / "small")], tmp_path / "out")
-    names = {"loss-curves", "horizons", "loss-by-value", "angles", "row-norms"}
+    names = {"loss-curves", "horizons", "above-ours", "loss-by-value", "angles", "row-norms"}
     for ending in ("svg", "png"):
         found = {path.stem for path in (tmp_path / "out" / "figures").glob(f"*.{ending}")}
         assert found == {f"small-{name}" for name in names}

@@ -113,8 +113,9 @@ def test_logits_gradients_and_clipping_are_those_of_the_whole_model(kv_heads) ->
         torch.testing.assert_close(found.pop("norm"), norm, rtol=1e-5, atol=0)
         torch.testing.assert_close(found.pop("clipped"), norm / 2, rtol=1e-5, atol=0)
         assert found.keys() == dict(model.named_parameters()).keys()
+        # Gradients up to 0.8, as float32 sums: on an AMD EPYC both are 1e-6 to 2e-6 off float64's.
         for name, p in model.named_parameters():
-            torch.testing.assert_close(found[name], p.grad, rtol=1e-5, atol=1e-6, msg=name)
+            torch.testing.assert_close(found[name], p.grad, rtol=1e-5, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize(
