@@ -40,6 +40,7 @@ class Job:
         line = next(line for line in plan.lines if line.label == self.label)
         entry = make_entry(plan, line, self.value, self.seed, self.root, self.data)
         sweep, run = Sweep(plan, self.root, self.data, self.device), RunDir(entry.folder)
+        sweep.check()  # the package, or the data, may be others by now
         run.claim()
         try:
             # somebody may have made it since the job was submitted

@@ -4,6 +4,7 @@ One seed is never enough, whatever it shows: then the reason says what was measu
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import fmean, median
 
 from angular_lab import paper
@@ -61,12 +62,23 @@ def _lowest(ours: Sequence[str], others: Sequence[str] = ()) -> Check:
     return check
 
 
-def _at_least(ours: Curve, reference: Curve) -> float:
-    """The speed-up, or a bound: below 1 (0) where it is never reached."""
+@dataclass(frozen=True)
+class _Times:
+    """A speed-up, or what it is at least: the first horizon was below already. 0: never there."""
+
+    ratio: float
+    exact: bool = True
+
+    def __str__(self) -> str:
+        return f"{'' if self.exact else 'at least '}{self.ratio:.2f}" if self.ratio else "below 1"
+
+
+def _times(ours: Curve, reference: Curve) -> _Times:
     exact = speed_up(ours, reference)
     if exact is not None:
-        return exact
-    return reference[-1][0] / ours[0][0] if ours[0][1] < reference[-1][1] else 0.0
+        return _Times(exact)
+    below = ours[0][1] < reference[-1][1]
+    return _Times(reference[-1][0] / ours[0][0], exact=False) if below else _Times(0.0)
 
 
 def _faster(other: str) -> Check:
@@ -76,21 +88,24 @@ def _faster(other: str) -> Check:
         mine, theirs = curves(sweep, "angular_muown"), curves(sweep, other)
         whole = len(sweep.horizons)
         found = {
-            seed: _at_least(mine[seed], theirs[seed])
+            seed: _times(mine[seed], theirs[seed])
             for seed in mine
             if seed in theirs and len(mine[seed]) == len(theirs[seed]) == whole
         }
         claimed = paper.CLAIMED_SPEED_UPS[other]
         if not found:
             return "inconclusive", "cannot be checked: no seed has both curves"
-        shown = ", ".join(f"{x:.2f}" if x else "below 1" for x in found.values())
-        measured = f"speed-up {shown} where the paper claims about {claimed:g}"
-        outcome, reason = _by_seed({s: x >= NEARLY * claimed for s, x in found.items()}, measured)
-        if outcome != "reversed" or all(x < 1 for x in found.values()):
+        measured = f"speed-up {', '.join(map(str, found.values()))} where the paper claims about "
+        measured += f"{claimed:g}"
+        enough = {seed: x.ratio >= NEARLY * claimed for seed, x in found.items()}
+        outcome, reason = _by_seed(enough, measured)
+        if outcome != "reversed" or all(x.ratio < 1 for x in found.values()):
             return outcome, reason
-        faster = all(x >= 1 for x in found.values())
-        how = "faster, but by less than claimed" if faster else "not faster on every seed"
-        return "missed", f"{how}: {measured}"
+        if not all(x.ratio >= 1 for x in found.values()):
+            return "inconclusive", f"not faster on every seed: {measured}"
+        if not all(x.exact for x in found.values()):
+            return "inconclusive", f"faster, by how much cannot be told: {measured}"
+        return "missed", f"faster, but by less than claimed: {measured}"
 
     return check
 

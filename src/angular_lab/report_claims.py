@@ -102,6 +102,7 @@ def claims_table(found: Sequence[tuple[SweepData, Ruling]], key: str) -> Table |
     note = (
         "Judged on our runs at their scale: an inconclusive verdict is no verdict on the paper. "
         f"“About” so many tokens holds where every seed has at least {NEARLY:g} of the claimed "
-        "speed-up, is reversed where none has a speed-up at all, and is missed where all have less."
+        "speed-up, is reversed where none has a speed-up at all, and is missed where every seed "
+        "has one and all have less than that."
     )
     return Table(key, "The paper's claims", rows, note) if rows else None

@@ -113,18 +113,18 @@ def pace_table(sweep: SweepData) -> Table | None:
     if tokens is None or not any(row["tokens/s"] for row in rows):
         return None
     note = (
-        "Median of the tokens per second that the runs at the best value logged; slowest and "
-        "fastest: medians of single runs. Minutes: the tokens at the line's median, which leaves "
-        "start-up and rare evaluations out. Runs that share a device log the speed of their share: "
-        "ratios are of what was logged with no other run of the lab on the device."
+        "Median of the tokens per second that the runs at the best value logged with no other run "
+        "of the lab on the device: beside others it is the speed of a share. Slowest and fastest: "
+        "medians of single runs. Minutes: the tokens at the line's median, which leaves start-up "
+        "and rare evaluations out."
     )
     return Table(key_of(sweep, "pace"), "Speed of training", rows, note)
 
 
 def _pace(sweep: SweepData, label: str, tokens: float | None) -> Row:
     runs = _runs(sweep, label)
-    by_run = [median(run.speeds) for run in runs if run.speeds]
-    speeds = [speed for run in runs for speed in run.speeds]
+    by_run = [median(run.alone) for run in runs if run.alone]
+    speeds = [speed for run in runs for speed in run.alone]
     speed = median(speeds) if speeds else None
     row: Row = {"line": label, "tokens/s": speed, "runs": len(by_run)}
     row["at once"] = _span({count for run in runs for count in run.at_once})

@@ -22,8 +22,8 @@ from angular_lab.rundir import SWEEP, RunDir, alone, write_atomically
 from angular_lab.runs import STDLIB, check_place
 from angular_lab.statistics import BestRate
 from angular_lab.sweep_entries import Entry, make_entry, run_entry
-from angular_lab.sweep_grid import Grid, make_grid
-from angular_lab.sweep_kept import Kept, kept, would_hide
+from angular_lab.sweep_grid import Grid, make_grid, with_added
+from angular_lab.sweep_kept import kept, would_hide
 from angular_lab.sweep_reuse import reuse
 
 FAILED = ".failed"
@@ -44,7 +44,8 @@ class Sweep:
                 "a sweep under torchrun: each of its runs is one process; start it without, with "
                 "sweep --processes N or as jobs with submit"
             )
-        self.experiment, self.root, self.data, self.device = experiment, root, data, device
+        self.experiment, self.root, self.device = experiment, root, device
+        self.data = os.path.normpath(data) if data else ""  # data/ is data: names hold the path
         self.until, self.extend = inf, 0
         self.models = Models()
         self.marks: Path | None = None  # where processes that share the work note what failed
@@ -56,8 +57,12 @@ class Sweep:
     def check(self) -> None:
         """Raises ValueError where finished runs that the manifest lists would be in it no more,
         or where there is something to make and no tokens to make it of."""
-        hidden = [run for run in kept(self.root) if not self._has(run)]
+        lines, first = self.experiment.lines, self.experiment.seeds[0]
+        known = {entry.folder for line in lines for entry in self._of(line)}
+        hidden = [run for run in kept(self.root) if run.folder not in known]
         if hidden:
+            for line in lines:  # without its text, a plan does not know the names of its runs
+                check_place(self._entry(line, line.values[0], first).spec)
             raise would_hide(self.experiment, self.data, hidden)
         for entry in self.pending():
             check_place(entry.spec)
@@ -69,16 +74,12 @@ class Sweep:
         text = ", ".join(STDLIB_TEXT if name == STDLIB else name for name in data)
         return f"{plan.name}, scale {plan.scale}: {done} of {total} runs done; data: {text}"
 
-    def _has(self, run: Kept) -> bool:
-        """What was added at an edge is not found while a value of the grid is to be made again."""
-        line = next((line for line in self.experiment.lines if line.label == run.label), None)
-        if line is None or run.seed not in self.experiment.seeds:
-            return False
-        if self._entry(line, run.value, run.seed).folder.name != run.folder.name:
-            return False
-        grid = self.grid(line)
-        beyond = not min(line.values) <= run.value <= max(line.values)
-        return run.value in [e.value for e in grid.entries] or (beyond and not grid.done)
+    def _of(self, line: Line) -> list[Entry]:
+        """All its values on all seeds, with what was added at an edge once, as the folders tell:
+        also while a value of the grid itself is to be made again."""
+        make, seeds = self._entry, self.experiment.seeds
+        values = with_added(line.values, lambda v: any(make(line, v, seed).there for seed in seeds))
+        return [make(line, value, seed) for seed in seeds for value in values]
 
     def left(self) -> list[Entry]:
         """What could run now and has not failed."""
@@ -110,16 +111,16 @@ class Sweep:
             if grid.best or len(line.values) == 1:
                 yield 0, [*grid.entries, *(self._entry(line, judged, seed) for seed in others)]
             else:
-                yield 0 if grid.done else len(others), grid.entries
+                made = [entry for entry in self._of(line) if entry.seed in others and entry.done]
+                judged_by = {entry.seed: entry for entry in made}  # one counts, once one is chosen
+                waiting = 0 if grid.done else len(others) - len(judged_by)
+                yield waiting, [*grid.entries, *judged_by.values()]
 
     @property
     def entries(self) -> list[Entry]:
         """The runs that have begun."""
-        found: list[Entry] = []
-        for line in self.experiment.lines:
-            values = [entry.value for entry in self.grid(line).entries]
-            found += [self._entry(line, v, seed) for seed in self.experiment.seeds for v in values]
-        return [entry for entry in found if entry.folder.exists()]
+        lines = self.experiment.lines
+        return [entry for line in lines for entry in self._of(line) if entry.there]
 
     @property
     def chosen(self) -> dict[str, BestRate]:

@@ -55,6 +55,11 @@ class Entry:
         return [*self.ends.values(), *([self.longer_end] if self.longer_end else [])]
 
     @property
+    def there(self) -> bool:
+        """Whether it has begun; a trunk may be gone when its cool-downs are done."""
+        return self.folder.exists() or any(folder.exists() for folder in self.finals)
+
+    @property
     def ends(self) -> dict[int, Path]:
         """The folder whose last evaluation counts, for every horizon."""
         if len(self.horizons) == 1:

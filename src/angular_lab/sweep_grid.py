@@ -1,6 +1,6 @@
 """A line's values on the first seed, which choose one, and how they grow at an edge."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from math import inf
@@ -41,12 +41,21 @@ def make_grid(line: Line, make: Callable[[float], Entry], extend: int = 0) -> Gr
     return Grid(found.entries, best)
 
 
+def with_added(values: Sequence[float], there: Callable[[float], bool]) -> list[float]:
+    """With those beyond the edges that a grid could have grown by, as far as they are there."""
+    ordered = sorted(values)
+    for edge in ("below", "above") if len(ordered) > 1 else ():
+        while there(more := _next(ordered, edge)):
+            ordered = sorted([*ordered, more])
+    return ordered
+
+
 def _best(entries: list[Entry]) -> BestRate | None:
     losses = {entry.value: entry.loss for entry in entries}
     return best_rate(losses) if any(loss < inf for loss in losses.values()) else None
 
 
-def _next(values: list[float], edge: str) -> float:
+def _next(values: Sequence[float], edge: str) -> float:
     """One more value at the edge, as far from it as its neighbour is, in ratio."""
     ordered = sorted(values)
     last, neighbour = (ordered[0], ordered[1]) if edge == "below" else (ordered[-1], ordered[-2])

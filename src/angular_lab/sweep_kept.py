@@ -8,11 +8,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from angular_lab.experiment_plan import Experiment
-from angular_lab.rundir import SWEEP, RunDir, trunk_name
-
-FINISHED = ("done", "diverged")
+from angular_lab.rundir import DIVERGED, SWEEP, RunDir, trunk_name
 
 
 @dataclass(frozen=True)
@@ -21,25 +20,34 @@ class Kept:
 
     experiment: str
     scale: str
-    folder: Path
+    folder: Path  # of its trunk, where it has one
     label: str
-    value: float
-    seed: int
+    ends: tuple[Path, ...]
 
 
 def kept(root: Path) -> list[Kept]:
-    """Those whose folders are there. A damaged manifest lists none: it is written anew."""
+    """Those that are finished, as their folders tell: the manifest may be older. A damaged one
+    lists none: it is written anew."""
     try:
         content = json.loads((root / SWEEP).read_text())
         of = content["experiment"], content["scale"]
-        found = [
-            Kept(*of, root / trunk_name(e), e["label"], float(e["value"]), int(e["seed"]))
-            for e in content["entries"]
-            if e["status"] in FINISHED
-        ]
+        found = [_read(root, e, *of) for e in content["entries"]]
+    except NotADirectoryError:
+        raise ValueError(f"--out {root}: it is a file, and a sweep takes a folder") from None
     except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
         return []
-    return [run for run in found if run.folder.is_dir()]
+    return [run for run in found if _is_finished(run)]
+
+
+def _read(root: Path, entry: dict[str, Any], experiment: str, scale: str) -> Kept:
+    ends = tuple(root / name for name in entry["folders"].values())
+    return Kept(experiment, scale, root / trunk_name(entry), entry["label"], ends)
+
+
+def _is_finished(run: Kept) -> bool:
+    if (run.folder / DIVERGED).exists():
+        return True
+    return bool(run.ends) and all(RunDir(end).done for end in run.ends)
 
 
 def would_hide(plan: Experiment, data: str, runs: Sequence[Kept]) -> ValueError:
@@ -67,6 +75,6 @@ def would_hide(plan: Experiment, data: str, runs: Sequence[Kept]) -> ValueError:
 def _data(run: Kept) -> str:
     """ "" where it does not tell: it broke down at once, or another version wrote its spec."""
     try:
-        return RunDir(run.folder).read_spec().data
+        return RunDir(run.ends[0]).read_spec().data
     except ValueError:
         return ""

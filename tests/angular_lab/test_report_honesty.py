@@ -36,7 +36,43 @@ def test_a_speed_up_that_every_seed_has_too_little_of_is_missed(tmp_path: Path) 
     row = claims["AngularMuown reaches AdamW's loss with about half the tokens"]
     assert row["verdict"] == "missed"
     assert row["reason"].startswith("faster, but by less than claimed: speed-up 1.41, 1.41 where")
-    assert "is missed where all have less" in visible(page)
+    assert "missed where every seed has one and all have less than that" in visible(page)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "theirs", "reason"),
+    [
+        (
+            {100: 3.04, 200: 2.84},
+            {100: 3.2, 200: 3.1},
+            {100: 3.1, 200: 2.94},
+            "not faster on every seed: speed-up 1.41, below 1 where",
+        ),
+        (
+            {200: 2.9, 300: 2.8},
+            {200: 2.9, 300: 2.8},
+            {200: 3.0, 300: 2.92},
+            "faster, by how much cannot be told: speed-up at least 1.50, at least 1.50 where",
+        ),
+    ],
+    ids=["one seed has none", "below from the first horizon on"],
+)
+def test_a_speed_up_that_cannot_be_told_is_not_missed(
+    tmp_path: Path,
+    first: dict[int, float],
+    second: dict[int, float],
+    theirs: dict[int, float],
+    reason: str,
+) -> None:
+    lines = {
+        "adamw": ("adamw", {0.002: {0: theirs, 1: theirs}}),
+        "angular_muown": ("angular_muown", {0.02: {0: first, 1: second}}),
+    }
+    make_report([write_sweep(tmp_path / "small", lines)], tmp_path / "out")
+    rows = table(tmp_path / "out", "claims")
+    row = next(row for row in rows if "AdamW" in row["the paper's claim"])
+    assert row["verdict"] == "inconclusive"
+    assert row["reason"].startswith(reason)
 
 
 def test_values_of_another_setting_are_not_called_by_its_name(tmp_path: Path) -> None:

@@ -12,9 +12,11 @@ from angular_lab import sweep_workers
 from angular_lab.cli import main
 from angular_lab.experiment_plan import Experiment
 from angular_lab.experiments import EXPERIMENTS
+from angular_lab.prepare import prepare
 from angular_lab.rundir import RunDir
 from angular_lab.sweep import Sweep, run_together
 from angular_lab.sweep_workers import run_in_processes
+from angular_lab.tokenizer import train_tokenizer
 from tests.angular_lab.sweeps import manifest, small
 
 
@@ -97,14 +99,67 @@ def test_a_plan_that_has_changed(root: Path, data: Path) -> None:
     assert (root / "sweep.json").read_bytes() == before
 
 
-@pytest.mark.parametrize("values", [(1e-3, 4e-3), (2e-3, 4e-3)], ids=["inside", "at an end"])
+def _over(plan: Experiment, values: tuple[float, ...]) -> Experiment:
+    return replace(plan, lines=(replace(plan.lines[0], values=values), *plan.lines[1:]))
+
+
+@pytest.mark.parametrize("values", [(1e-3, 4e-3), (2e-3, 8e-3)], ids=["inside", "both ends"])
 def test_a_value_that_the_grid_has_no_more(
     root: Path, data: Path, values: tuple[float, ...]
 ) -> None:
-    plan = _plan(data)
-    lines = (replace(plan.lines[0], values=values), *plan.lines[1:])
-    with pytest.raises(ValueError, match=r"leave out 1 finished run, adamw-lr0.00[12]-"):
-        Sweep(replace(plan, lines=lines), root, device="cpu").run()
+    with pytest.raises(ValueError, match=r"leave out [12] finished runs?,.* adamw-lr0.00[12]-"):
+        Sweep(_over(_plan(data), values), root, device="cpu").run()
+
+
+def test_a_grid_that_moved_lists_what_it_had(root: Path, data: Path) -> None:
+    """A value beyond its edge is one that it could have grown by."""
+    sweep = Sweep(_over(_plan(data), (2e-3, 4e-3, 8e-3)), root, device="cpu")
+    sweep.check()
+    sweep.write()
+    assert {e["value"] for e in manifest(root)["entries"]} == {1e-3, 2e-3, 4e-3, 0.02}
+    sweep.run()
+    assert {e["value"] for e in manifest(root)["entries"]} == {1e-3, 2e-3, 4e-3, 8e-3, 0.02}
+
+
+def test_a_path_by_another_spelling(root: Path, data: Path) -> None:
+    for spelling in (f"{data}/", f"{data.parent}/./{data.name}"):
+        sweep = Sweep(_plan(data), root, spelling, "cpu")
+        sweep.check()
+        assert sweep.counts() == (4, 4)
+
+
+def test_trunks_may_go(data: Path, tmp_path: Path) -> None:
+    """They hold the checkpoints; the results are in the cool-downs."""
+    plan, root = small(data, seeds=(0,)), tmp_path / "runs"
+    Sweep(plan, root, device="cpu").run()
+    before = (root / "sweep.json").read_bytes()
+    for path in root.glob("*-????????"):
+        shutil.rmtree(path)
+    Sweep(plan, root, device="cpu").run()
+    assert (root / "sweep.json").read_bytes() == before
+    with pytest.raises(ValueError, match=r"leave out 1 finished run, angular-muown--kappa---1-lr"):
+        Sweep(_changed(plan), root, device="cpu").check()
+
+
+def test_a_text_that_is_gone_is_not_called_a_changed_plan(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without it nobody knows the model's vocabulary, and so the names of its runs."""
+    texts = [f"document {i} of a text with more kinds of tokens than bytes" for i in range(400)]
+    text = tmp_path / "text"
+    prepare(texts, train_tokenizer(texts, 300), text, val_fraction=0.2, progress=False)
+    monkeypatch.setitem(EXPERIMENTS, "small", lambda _: _plan(data))
+    words = ["sweep", "small", "--out", str(tmp_path / "runs"), "--data", str(text)]
+    assert main([*words, "--device", "cpu"]) == 0
+    shutil.rmtree(text)
+    assert main(words) == 2
+    assert f"data={text}: no such folder" in capsys.readouterr().err
+
+
+def test_a_file_is_no_folder(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"--out .*file: it is a file"):
+        Sweep(_plan(data), tmp_path / "file", device="cpu").run()
 
 
 def test_another_experiments_folder(root: Path, data: Path) -> None:
@@ -142,19 +197,20 @@ def test_what_was_never_finished_or_is_gone_holds_nobody_up(root: Path, data: Pa
     Sweep(_changed(_plan(data)), root, device="cpu").run()
     (other,) = root.glob("angular*")
     (other / "DONE").unlink()
-    Sweep(_changed(_plan(data)), root, device="cpu").write()
     Sweep(_plan(data), root, device="cpu").run()
     assert len(manifest(root)["entries"]) == 4
 
 
 def test_an_extended_grid_goes_on_without_one_of_its_values(data: Path, tmp_path: Path) -> None:
-    """Which is to be made again: until then nothing tells where the grid was extended."""
+    """Which is to be made again."""
     plan = _plan(data)
     plan = replace(plan, lines=(replace(plan.lines[0], values=(1e-5, 2e-5)),), seeds=(0, 1))
     Sweep(plan, tmp_path, device="cpu").run(extend=1)
     before = (tmp_path / "sweep.json").read_bytes()
     (first,) = tmp_path.glob("adamw-lr1e-05-seed0-*")
     shutil.rmtree(first)
+    Sweep(plan, tmp_path, device="cpu").write()
+    assert len(manifest(tmp_path)["entries"]) == 3, "what was added is listed all the while"
     Sweep(plan, tmp_path, device="cpu").run()
     assert (tmp_path / "sweep.json").read_bytes() == before
 
