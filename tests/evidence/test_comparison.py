@@ -161,6 +161,8 @@ def test_training_losses(report: Path) -> None:
 def test_a_longer_cool_down(report: Path) -> None:
     gains = [-float(r["longer - normal"]) for r in cells(report, "teaser-s-cool-downs")]
     assert f"{min(gains):.3f} to {max(gains):.3f} better" in DOCS.read_text()
+    told = f"20% were {min(gains):.3f} to {max(gains):.3f} nat better for every optimizer"
+    assert told in (ROOT / "docs" / "tuning.md").read_text()
 
 
 def test_the_closest_pair(report: Path, losses: Losses) -> None:

@@ -98,6 +98,10 @@ def test_an_angle_that_does_not_fall(report: Path, losses: Losses) -> None:
     at = {name: mean(losses[name, BEST[name], s, "90M"] for s in "12") for name in BEST}
     assert at["muon"] < loss[HYPERBALL] < at["adamw"]
     assert f"Hyperball, the other rival, is {above:.3f} above AngularMuown" in readme()
+    ahead = loss[OURS] - loss[DECOUPLED]
+    log_page = (ROOT / "docs" / "log.md").read_text()
+    assert f"Hyperball is {above:.3f} behind" in log_page
+    assert f"falls to the end, is {ahead:.3f} ahead" in log_page
 
 
 def test_their_steps_take_longer() -> None:
@@ -131,6 +135,11 @@ def test_adamw_with_a_rate_apart(report: Path, losses: Losses) -> None:
     told = "it gains {:.3f} and {:.3f} on seeds 1 and 2 ({:.3f} on seed 0)".format(*gains)
     assert f"At 90M tokens {told}, less than at 22.5M" in words()
     assert f"At 90M tokens AdamW gains {mean(gains[:2]):.3f} by it" in readme()
+    for page, told in (
+        ("tuning", "tokens, {:.3f} at 90M"),
+        ("log", "at 90M AdamW gains {:.3f}, and"),
+    ):
+        assert told.format(mean(gains[:2])) in (ROOT / "docs" / f"{page}.md").read_text()
 
 
 def test_the_lead_over_that_adamw(report: Path, losses: Losses) -> None:
