@@ -2,7 +2,6 @@
 
 import warnings
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from angular_lab.models import build_model
 from angular_muown import AngularMuown, plan
 from tests.angular_lab.tiny import KINDS, SPECS, VOCABULARY, scrambled, text
+from tests.ranks import results
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -61,17 +61,15 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     return dict(zip(names, torch.autograd.grad(loss, params), strict=True))
 
 
-def test_two_ranks_are_one_model_on_the_whole_batch(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_rank, args=(f"file://{tmp_path}/store",), nprocs=2)
+def test_two_ranks_are_one_model_on_the_whole_batch() -> None:
+    results(2, _halves)
 
 
-def _rank(rank: int, store: str) -> None:
+def _halves() -> None:
     """Replicated and sharded; each rank sees its half, and gradients are means over the ranks."""
     warnings.simplefilter("error")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     tokens, targets = text(batch=4)
-    own = slice(2 * rank, 2 * rank + 2)
+    own = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
     mesh = init_device_mesh("cpu", (2,))
     for spec in SPECS.values():
         whole = scrambled(spec)
@@ -90,7 +88,6 @@ def _rank(rank: int, store: str) -> None:
             for load, all_of_it in zip(model.loads(), whole.loads(), strict=True):
                 dist.all_reduce(load)
                 assert torch.equal(load, all_of_it)
-    dist.destroy_process_group()
 
 
 HIDDEN = ("qkv.weight", "out.weight", "gate_up.weight", "up.weight", "down.weight",
