@@ -26,12 +26,21 @@ def default_folder(spec: Spec) -> Path:
     return Path("runs") / f"{spec.recipe}-{o.name}-lr{o.lr:g}-seed{spec.seed}"
 
 
+def _say(folder: Path) -> None:
+    """Where a run lies; of many ranks, from one."""
+    from angular_lab.ranks import rank
+
+    if rank() == 0:
+        print(folder)
+
+
 def train(arguments: argparse.Namespace) -> None:
     from angular_lab.runs import train as run
 
     spec = override(recipe(arguments.recipe), arguments.overrides)
     out = arguments.out or default_folder(spec)
-    print(run(spec, out, resume=arguments.resume == "auto", device=arguments.device).path)
+    run(spec, out, resume=arguments.resume == "auto", device=arguments.device)
+    _say(out)
 
 
 def branch(arguments: argparse.Namespace) -> None:
@@ -44,7 +53,8 @@ def branch(arguments: argparse.Namespace) -> None:
     out = arguments.out or parent.with_name(
         f"{parent.name}-at{arguments.at}-decay{arguments.decay}"
     )
-    print(run(spec, out, resume=arguments.resume == "auto", device=arguments.device).path)
+    run(spec, out, resume=arguments.resume == "auto", device=arguments.device)
+    _say(out)
 
 
 def trunk(arguments: argparse.Namespace) -> None:
@@ -66,7 +76,7 @@ def trunk(arguments: argparse.Namespace) -> None:
     for at, length in branches:
         folder = out.with_name(f"{out.name}-to{at + length}")
         run(branch_spec(RunDir(out), at, length), folder, True, arguments.device, models=models)
-        print(folder)
+        _say(folder)
 
 
 def show(arguments: argparse.Namespace) -> None:

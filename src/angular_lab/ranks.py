@@ -61,7 +61,12 @@ def start_ranks(device: str = "") -> Ranks:
     if world > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
     hosts = dist.new_group(backend="gloo") if world > 1 else None
-    return Ranks(int(os.environ.get("RANK", 0)), world, chosen, hosts)
+    return Ranks(rank(), world, chosen, hosts)
+
+
+def rank() -> int:
+    """This process's, from torchrun's environment."""
+    return int(os.environ.get("RANK", 0))
 
 
 def stop_ranks() -> None:

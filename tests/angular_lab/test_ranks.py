@@ -110,4 +110,5 @@ def test_torchrun(data, tmp_path, alone) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, timeout=LIMIT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{tmp_path / 'run'}\n"  # from one rank
     assert _losses(tmp_path / "run") == pytest.approx(alone, abs=1e-5)
