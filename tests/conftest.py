@@ -3,6 +3,7 @@ product would end the process with an illegal instruction. Before Triton is impo
 without a GPU its kernels run in its interpreter."""
 
 import os
+import signal
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
@@ -16,6 +17,8 @@ if not torch.cuda.is_available():
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
 torch.set_num_threads(1)  # the suite runs in two processes
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a script
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests send it, children inherit it
 
 
 @pytest.fixture(autouse=True)
