@@ -35,7 +35,7 @@ def make_grid(line: Line, make: Callable[[float], Entry], extend: int = 0) -> Gr
         if len(edge) != 1 or len(values) < 2:  # a single value is no grid to extend
             break
         more = _next(values, edge[0])
-        if rounds >= extend and not make(more).folder.exists():
+        if rounds >= extend and not make(more).there:
             break
         values = sorted([*values, more])
     return Grid(found.entries, best)

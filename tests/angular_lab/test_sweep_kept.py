@@ -141,6 +141,17 @@ def test_trunks_may_go(data: Path, tmp_path: Path) -> None:
         Sweep(_changed(plan), root, device="cpu").check()
 
 
+def test_a_value_that_was_added_stays_chosen_without_its_trunk(data: Path, tmp_path: Path) -> None:
+    plan = small(data, seeds=(0,))
+    plan = replace(plan, lines=(replace(plan.lines[0], values=(1e-5, 2e-5)),))
+    Sweep(plan, tmp_path, device="cpu").run(extend=1)
+    before = Sweep(plan, tmp_path, device="cpu").chosen
+    assert [best.lr for best in before.values()] == [4e-5]
+    for path in tmp_path.glob("*-????????"):
+        shutil.rmtree(path)
+    assert Sweep(plan, tmp_path, device="cpu").chosen == before
+
+
 def test_a_text_that_is_gone_is_not_called_a_changed_plan(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
