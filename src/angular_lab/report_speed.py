@@ -106,8 +106,6 @@ def _runs(sweep: SweepData, label: str) -> list[Run]:
 def pace_table(sweep: SweepData) -> Table | None:
     """How fast the lines ran, and what that makes of the last horizon's tokens. None where all
     shared their devices: who was beside whom would decide."""
-    if not any_alone(sweep):
-        return None
     tokens = sweep.tokens(sweep.horizons[-1])
     rows = [_pace(sweep, label, tokens) for label in sweep.lines]
     if tokens is None or not any(row["tokens/s"] for row in rows):

@@ -71,3 +71,15 @@ def test_adamw_apart_differs_from_the_comparisons_in_that_rate_alone() -> None:
     assert apart.spec.optim.lr == SETTLED["adamw"]
     same = replace(apart.spec.optim, lr=plain.spec.optim.lr)
     assert replace(apart.spec, optim=same) == plain.spec
+
+
+def test_schedules_are_exchanged_and_nothing_else_is() -> None:
+    ours, still, closest, rival, cooled = experiment("schedules", "s").lines
+    plain = {line.label: line.spec for line in experiment("teaser", "s").lines}
+    schedule = rival.spec.schedule
+    assert rival == experiment("rivals", "s").lines[-1], "what is made there is taken over here"
+    assert cooled.spec == replace(rival.spec, schedule=plain["angular_muown"].schedule)
+    for line in (ours, closest):
+        assert line.spec == replace(plain[line.spec.optim.name], schedule=schedule)
+        assert line.values[1] == SETTLED[line.spec.optim.name]
+    assert still.spec == replace(ours.spec, optim=replace(ours.spec.optim, decay_degree=0.0))

@@ -73,6 +73,21 @@ def test_a_job_fits_the_model_to_the_text_as_the_sweep_does(
     assert RunDir(wanted).read_spec().model.vocabulary == 300
 
 
+def test_a_job_does_not_hide_what_is_finished(
+    plan: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package may be another one by the time that it starts."""
+    first, second = launch.jobs(Sweep(plan, tmp_path, device="cpu"))
+    first()
+    before = manifest(tmp_path)
+    (line,) = plan.lines
+    changed = replace(plan, lines=(replace(line, spec=replace(line.spec, batch=8)),))
+    monkeypatch.setitem(EXPERIMENTS, "small", lambda _: changed)
+    with pytest.raises(ValueError, match=r"leave out 1 finished run, .*the plan has changed"):
+        second()
+    assert manifest(tmp_path) == before
+
+
 def test_a_job_is_one_process_with_one_model(
     plan: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

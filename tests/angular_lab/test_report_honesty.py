@@ -98,8 +98,15 @@ def test_training_losses_stand_beside_the_others(tmp_path: Path) -> None:
 
 
 def test_who_is_ahead_is_said_first(tmp_path: Path) -> None:
-    sweeps = [choosing(tmp_path / "small"), one_horizon(tmp_path / "other")]
+    ours, theirs = {0.02: {0: {400: 2.9}}}, {0.01: {0: {400: 3.0}}}
+    judged_by_one = {"angular_muown": ("angular_muown", ours), "muon": ("muon", theirs)}
+    sweeps = [
+        choosing(tmp_path / "small"),
+        one_horizon(tmp_path / "other"),
+        write_sweep(tmp_path / "alone", judged_by_one, experiment="angles"),
+    ]
     make_report(sweeps, tmp_path / "out")
+    assert table(tmp_path / "out", "alone-pairs")[0]["seeds"] == "one seed (0)"
     rows = table(tmp_path / "out", "pairs")
     assert [row["experiment"] for row in rows] == ["teaser, scale s", "tuned-adamw, scale s"]
     assert [row["verdict"] for row in rows] == ["holds", "holds"]
