@@ -161,6 +161,22 @@ def test_every_layout_and_shape_is_the_float64_step(
     compare(NorMuown, values, [shape], steps=2)
 
 
+@pytest.mark.parametrize("size", [1e-30, 4e18, 1e30])
+@pytest.mark.parametrize("member", [AngularMuown, Muown])
+def test_weights_of_any_size_are_stepped_as_on_the_eager_path(member: Member, size: float) -> None:
+    """Squares of such weights leave the range of float32."""
+    ends: list[Tensor] = []
+    for on in (True, False):
+        p = nn.Parameter(size * parameter(128, 144, dtype=torch.float32).detach())
+        p.grad = noise(128, 144, seed=1, dtype=torch.float32) / size
+        opt = member([p], lr=0.1, radius="fixed")
+        with kernels(on):
+            opt.step()
+        ends.append(p.detach())
+    assert ends[0].isfinite().all()
+    assert far(ends[0], ends[1]) < 5e-3  # as above: products in float16
+
+
 def test_parameters_of_different_age() -> None:
     def skip(t: int, params: list[nn.Parameter], opt: Engine) -> None:
         if t == 1:

@@ -28,6 +28,7 @@ from angular_muown.kernels.rows import (
     divisor,
     places,
     read,
+    row_norm,
     state_at,
 )
 
@@ -102,7 +103,7 @@ def _direction(
         if not MAXIMIZE:
             G = -G
         W = tl.where(empty[:, None], G, W)
-        length = tl.where(empty, tl.sqrt(tl.sum(G * G, axis=1)), g)
+        length = tl.where(empty, row_norm(G), g)
     return W / divisor(length)[:, None]
 
 
@@ -114,7 +115,7 @@ def _retracted(U, step, g, length, table, matrix, row, in_rows, CHART: tl.conste
         rho = tl.load(stored, mask=in_rows, other=0.0)
         rho = tl.where(rho == 0.0, g, rho)
         R = tl.where((rho == 0.0)[:, None], U, rho[:, None] * U - step)
-        norm = tl.sqrt(tl.sum(R * R, axis=1))
+        norm = row_norm(R)
         tl.store(stored, tl.where(rho == 0.0, 0.0, norm), mask=in_rows)
     else:
         R = U - step
@@ -134,8 +135,8 @@ def _turn_momentum(table, matrix, rows, place, inside, TYPE: tl.constexpr):
 @triton.jit
 def _chord(W, new):
     """Squared distance of the unit rows, up to sign; nan where one is zero: monitor.row_angles."""
-    g = tl.sqrt(tl.sum(W * W, axis=1))
-    norm = tl.sqrt(tl.sum(new * new, axis=1))
+    g = row_norm(W)
+    norm = row_norm(new)
     u = W / divisor(g)[:, None]
     v = new / divisor(norm)[:, None]
     chord = tl.minimum(tl.sum((v - u) * (v - u), axis=1), tl.sum((v + u) * (v + u), axis=1))
@@ -169,7 +170,7 @@ def after_kernel(
     if CHART == FLAT:
         new = decay * W - step
     else:
-        g = tl.sqrt(tl.sum(W * W, axis=1))
+        g = row_norm(W)
         U = _direction(W, g, table, matrix, in_rows, inside, place, MAXIMIZE, G_TYPE)
         length = g * decay
         if RADIUS != FIXED:

@@ -16,8 +16,11 @@ from angular_muown.kernels.rows import (
     WEIGHT_NORM,
     address,
     divisor,
+    exponents,
     places,
+    power_of_two,
     read,
+    row_norm,
     state_at,
 )
 
@@ -30,9 +33,12 @@ def _tangent(
     if CHART == FLAT:
         return G
     W = read(table, matrix, WEIGHT, place, inside, TYPE)
-    g = tl.sqrt(tl.sum(W * W, axis=1))
+    exponent = exponents(W)
+    V = W * power_of_two(-exponent)[:, None]
+    length = tl.sqrt(tl.sum(V * V, axis=1))
+    g = length * power_of_two(exponent)
     # a row at zero leaves along -G, so its radial gradient is -|G|
-    r = tl.where(g == 0.0, -tl.sqrt(tl.sum(G * G, axis=1)), tl.sum(G * W, axis=1) / divisor(g))
+    r = tl.where(g == 0.0, -row_norm(G), tl.sum(G * V, axis=1) / divisor(length))
     tl.store(radial, r, mask=in_rows)
     T = g[:, None] * G - tl.where(g == 0.0, 0.0, r)[:, None] * W
     if CHART == WEIGHT_NORM:
@@ -65,11 +71,8 @@ def before_kernel(
     X = M
     if NESTEROV:
         X = T + beta * M
-    # Powers of two bring each row to [1, 2): exact, and safe for rows of 1e-30 or 1e30.
-    largest = tl.max(tl.abs(X), axis=1)
-    exponent = (largest.to(tl.int32, bitcast=True) >> 23) - 127
-    exponent = tl.minimum(tl.maximum(exponent, -126), 126)
-    X = X * ((127 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    exponent = exponents(X)
+    X = X * power_of_two(-exponent)[:, None]
     tl.store(lines + EXPONENT * count * m, exponent.to(tl.float32), mask=in_rows)
     tl.store(lines + SQUARES * count * m, tl.sum(X * X, axis=1), mask=in_rows)
     tl.store(work + matrix * stride + own, X.to(work.dtype.element_ty), mask=inside)

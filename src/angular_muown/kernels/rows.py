@@ -54,6 +54,27 @@ def divisor(x):
 
 
 @triton.jit
+def exponents(X):
+    """Powers of two that bring rows to [1, 2) when divided by: exact, and squares of 1e-30 or 1e30
+    would leave the range of float32."""
+    largest = tl.max(tl.abs(X), axis=1)
+    exponent = (largest.to(tl.int32, bitcast=True) >> 23) - 127
+    return tl.minimum(tl.maximum(exponent, -126), 126)
+
+
+@triton.jit
+def power_of_two(exponent):
+    return ((127 + exponent) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def row_norm(X):
+    exponent = exponents(X)
+    Y = X * power_of_two(-exponent)[:, None]
+    return tl.sqrt(tl.sum(Y * Y, axis=1)) * power_of_two(exponent)
+
+
+@triton.jit
 def places(table, matrix, m, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)

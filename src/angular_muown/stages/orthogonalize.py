@@ -54,16 +54,20 @@ def svd(X: Tensor) -> Tensor:
     """U V^T from the singular value decomposition: exact, in float32 or float64.
 
     Directions below the rounding error of the largest singular value are noise and give zero. So
-    are rows and columns that this error hides: empty ones stay empty, as in the iterations.
+    are rows and columns that this error hides: empty ones stay empty, as in the iterations. A
+    matrix that is not finite gives NaN, as in the iterations too: LAPACK would raise for all.
     """
     X_unit = unit(X, 1.0)
+    finite = X_unit.isfinite().all(dim=-1, keepdim=True).all(dim=-2, keepdim=True)
+    X_unit = torch.where(finite, X_unit, 0.0)
     U, S, Vh = torch.linalg.svd(X_unit, full_matrices=False)
     error = S[..., :1] * torch.finfo(S.dtype).eps
     kept = (S > max(X.shape[-2:]) * error).to(S.dtype).unsqueeze(-2)
     seen = [
         torch.linalg.vector_norm(X_unit, dim=d, keepdim=True) > error[..., None] for d in (-1, -2)
     ]
-    return ((U * kept) @ Vh * seen[0] * seen[1]).to(X.dtype)
+    Q = (U * kept) @ Vh * seen[0] * seen[1]
+    return torch.where(finite, Q, torch.nan).to(X.dtype)
 
 
 ORTHOGONALIZERS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -113,7 +117,8 @@ def _on_short_side(
     tall = m > n
     Y = unit(X, margin, sums).to(iteration_dtype(X))
     Y = Y.mT if tall else Y
-    Y = iterate(Y.reshape(-1, *Y.shape[-2:])).reshape(Y.shape)
+    batch = Y.shape[:-2].numel()  # not -1, which is ambiguous for a part without entries
+    Y = iterate(Y.reshape(batch, *Y.shape[-2:])).reshape(Y.shape)
     return (Y.mT if tall else Y).to(X.dtype)
 
 

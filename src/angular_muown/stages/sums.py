@@ -5,15 +5,14 @@ A stage asks its `sums` for every total of more than one entry, and for the side
 (`Parts` in parts.py). So a stage is written once, for whole matrices.
 """
 
+from collections.abc import Callable
 from copy import copy
 from typing import Self
 
 import torch
 from torch import Tensor
 
-
-def row_norm(X: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(X, dim=-1, keepdim=True)
+ORDINARY = 1e-15, 1e18  # norms in between have squares that float32 holds with all their digits
 
 
 class Whole:
@@ -38,7 +37,10 @@ class Whole:
         return t
 
     def row_norm(self, X: Tensor) -> Tensor:
-        return row_norm(X)
+        return _norm(X, self._row_norm, self.row_largest)
+
+    def _row_norm(self, X: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(X, dim=-1, keepdim=True)
 
     def row_largest(self, X: Tensor) -> Tensor:
         return X.abs().amax(dim=-1, keepdim=True)
@@ -47,14 +49,35 @@ class Whole:
         return X.abs().amax(dim=(-2, -1), keepdim=True)
 
     def frobenius(self, X: Tensor) -> Tensor:
-        return self.entries(X.square()).sqrt()
+        return _norm(X, lambda X: self.entries(X.square()).sqrt(), self.largest)
+
+
+def _norm(
+    X: Tensor, norm: Callable[[Tensor], Tensor], largest: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Compute a norm whose squares neither overflow nor underflow.
+
+    A power of two is taken out first where it matters. That is exact, so the result has the same
+    bits either way. A CPU looks whether it matters; looking would make the host wait for a GPU.
+    """
+    if X.device.type == "cpu":
+        found = norm(X)
+        if _is_ordinary(found):
+            return found
+    top = largest(X)
+    power = torch.ldexp(torch.ones_like(top), torch.frexp(top).exponent.clamp(-126, 126))
+    return power * norm(X / power)
+
+
+def _is_ordinary(norm: Tensor) -> bool:
+    if norm.numel() == 0:
+        return True
+    least, most = torch.aminmax(norm)
+    return ORDINARY[0] < float(least) and float(most) < ORDINARY[1]
 
 
 WHOLE = Whole()
-
-
-def frobenius(X: Tensor) -> Tensor:
-    return WHOLE.frobenius(X)
+row_norm, frobenius = WHOLE.row_norm, WHOLE.frobenius
 
 
 class Summing:
