@@ -5,7 +5,8 @@ no attributes of its own, because torch drops them on deepcopy and pickle.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,13 +14,13 @@ from torch import Tensor
 from torch._compile import _disable_dynamo  # imports dynamo at the first call, not with us
 
 from angular_muown import adamw, average, capture, checks
-from angular_muown.groups import ENGINE_DEFAULTS, plainly, rates
+from angular_muown.groups import ENGINE_DEFAULTS, alike, plainly, rates
 from angular_muown.kernels.dispatch import runs_on
 from angular_muown.layout import Layout
 from angular_muown.loading import load_keeping_dtypes
 from angular_muown.placement import has_ranks, is_sharded
 from angular_muown.recipe import Equation, Observer, Recipe, finish
-from angular_muown.stages.charts import row_signs
+from angular_muown.stages.charts import row_signs, surely_none
 from angular_muown.stages.momentum import heavy_ball
 from angular_muown.state import has_state, made_states, moves_nothing, picked
 from angular_muown.views import Leaf, Stack, stacks
@@ -50,8 +51,8 @@ def update(stack: Stack, recipe: Recipe, group: dict[str, Any]) -> Equation:
     g = at.g * (1 - lr * group["weight_decay"]) if group["weight_decay"] else at.g
     g = recipe.radius(g, at.r, rows, radius_lr, stack.t)
     W = recipe.chart.join(at, -lr * recipe.kappa * recipe.scale(*stack.shape) * Q, g, rows)
-    if recipe.radius.signed:  # rows whose length crossed zero turn round, with all along them
-        signs = row_signs(g)
+    if recipe.radius.signed and not surely_none(g < 0):
+        signs = row_signs(g)  # rows whose length crossed zero turn round, with all along them
         M, rows["exp_avg"] = M * signs, rows["exp_avg"] * signs
     stack.write(W, M, rows)
 
@@ -66,6 +67,26 @@ def update_alone(
     for observe in observers:
         observe(stack.parts, U, recipe.tangent.receive(Q, U, {}), None)
     finish(equation, Q)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Groups that differ in their parameters alone: one step moves all of them."""
+
+    indices: list[int]
+    group: dict[str, Any]  # the first of them, for the step's numbers
+    recipe: Recipe | None  # None: AdamW
+    works: "list[Work]"
+
+
+def without_autocast(groups: Sequence[dict[str, Any]]) -> AbstractContextManager[None]:
+    """The step is the same inside and outside of autocast, which would multiply in 16 bits."""
+    kinds = {group["params"][0].device.type for group in groups} | {"cpu"}
+    stack = ExitStack()
+    for kind in kinds:
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
 
 
 class Engine(torch.optim.Optimizer):
@@ -114,48 +135,87 @@ class Engine(torch.optim.Optimizer):
         average.check_outside(self.param_groups, "step()")
         with torch.enable_grad():
             loss = closure() if closure is not None else None
-        self._advance()
+        with without_autocast(self.param_groups):
+            self._advance()
         return loss
 
     @_disable_dynamo
     def _advance(self) -> None:
-        if capture.is_recording():
-            capture.check(self.param_groups, self.state)
+        """Check what can be checked, then move the weights, and the clocks last: so that an error
+        leaves everything as it was."""
         groups = self.param_groups
-        active = [checks.with_gradient(group, i) for i, group in enumerate(groups)]
-        rehearsal = not self.state and moves_nothing(groups, active)
-        recipes = [self.recipe(g) if g["algorithm"] == "matrix" else None for g in groups]
-        shared = [self._shared(i, r) if r else [] for i, r in enumerate(recipes)]
-        works = [work for some in shared for work in some]
-        if works and not rehearsal:
-            self._exchanges.check(works, observed=bool(self.observers))
-        moved = False
-        for index, (group, recipe) in enumerate(zip(groups, recipes, strict=True)):
-            params = taking = active[index]
-            if has_ranks():
-                elsewhere = {work.parameter for work in shared[index]}
-                params = [p for p in params if p not in elsewhere]
-                taking = [p for p in group["params"] if p in elsewhere or has_state(p)]
-            states = made_states(self.state, taking, group, recipe)
-            if params and not rehearsal:
-                self._advance_alone(params, picked(states, taking, params), index, recipe)
-            # A rank whose experts got no tokens counts as the others do.
-            steps = active[index] or (any(active) and any(map(is_sharded, taking)))
-            if steps and not rehearsal:
-                group["step"] += 1
-                moved = True
-        if works and not rehearsal:
-            self._advance_shared(works)
-        if moved:
+        if capture.is_recording():
+            capture.check(groups, self.state)
+        batches = [self._batch(indices) for indices in alike(groups)]
+        works = [work for batch in batches for work in batch.works]
+        with self._failing_together(works):
+            active = [checks.with_gradient(group, i) for i, group in enumerate(groups)]
+            rehearsal = not self.state and moves_nothing(groups, active)
+            counting = self._counting(active, works)
+            if works and not rehearsal:
+                self._exchanges.check(works, observed=bool(self.observers))
+            counters: list[Tensor] = []
+            for batch in batches:
+                params = [p for i in batch.indices for p in active[i]]
+                counters += self._advance_batch(batch, params, rehearsal)
+            if rehearsal:
+                return
+            counters += self._advance_shared(works)
+        if counters:
+            torch._foreach_add_(counters, 1)
+        for group, counts in zip(groups, counting, strict=True):
+            group["step"] += counts
+        if any(counting):
             average.update(groups, self.state)
 
-    def _advance_alone(
-        self, params: list[Tensor], states: States, index: int, recipe: Recipe | None
-    ) -> None:
-        if recipe is None:
-            adamw.update(params, states, self.param_groups[index])
-        else:
-            self._advance_matrices(params, states, index, recipe)
+    def _batch(self, indices: list[int]) -> "Batch":
+        """Groups that are stepped as one, with their parameters whose step ranks share."""
+        group = self.param_groups[indices[0]]
+        recipe = self.recipe(group) if group["algorithm"] == "matrix" else None
+        works = [work for i in indices for work in self._shared(i, recipe)] if recipe else []
+        return Batch(indices, group, recipe, works)
+
+    def _failing_together(self, works: "Sequence[Work]") -> AbstractContextManager[None]:
+        if not works:
+            return nullcontext()
+        from angular_muown.wire import failing_together
+
+        return failing_together(dict.fromkeys(work.spread.everyone.ranks for work in works))
+
+    def _counting(self, active: list[list[Tensor]], works: "Sequence[Work]") -> list[bool]:
+        """Groups whose clock counts this step: those with a gradient on any rank. Where ranks share
+        work they have gradients for the same parameters; where each has experts of its own, some
+        may have got no tokens."""
+        own = [bool(params) for params in active]
+        if not has_ranks():
+            return own
+        matrices = (
+            group["params"] for group in self.param_groups if group["algorithm"] == "matrix"
+        )
+        elsewhere = {work.parameter for work in works}
+        experts = [p for params in matrices for p in params if is_sharded(p) and p not in elsewhere]
+        if not experts:
+            return own
+        from angular_muown.parts import somewhere
+
+        return somewhere(own, experts)
+
+    def _advance_batch(self, batch: "Batch", params: list[Tensor], rehearsal: bool) -> list[Tensor]:
+        """Step what this rank steps alone; returns the counters that are to be advanced."""
+        taking = params
+        if has_ranks():
+            elsewhere = {work.parameter for work in batch.works}
+            params = [p for p in params if p not in elsewhere]
+            owned = (p for i in batch.indices for p in self.param_groups[i]["params"])
+            taking = [p for p in owned if p in elsewhere or has_state(p)]
+        states = made_states(self.state, taking, batch.group, batch.recipe)
+        if not params or rehearsal:
+            return []
+        states = picked(states, taking, params)
+        if batch.recipe is None:
+            adamw.update(params, states, batch.group)
+            return []
+        return self._advance_matrices(batch, params, states, batch.recipe)
 
     def _shared(self, index: int, recipe: Recipe) -> "list[Work]":
         """The group's parameters whose step is shared with other ranks."""
@@ -172,30 +232,29 @@ class Engine(torch.optim.Optimizer):
         return self.exchanges
 
     def _advance_matrices(
-        self, params: list[Tensor], states: States, index: int, recipe: Recipe
-    ) -> None:
-        group = self.param_groups[index]
-        layout = Layout.of(group)
-        rest = self._advance_fused(params, states, index, recipe)
+        self, batch: "Batch", params: list[Tensor], states: States, recipe: Recipe
+    ) -> list[Tensor]:
+        layout = Layout.of(batch.group)
+        rest = self._advance_fused(params, states, batch.indices[0], recipe)
         known = dict(zip(map(id, params), states, strict=True)) if rest else {}
         leaves = [Leaf(p, known[id(p)], layout) for p in rest]
-        for leaf in leaves:
-            leaf.state["step"] += 1
-        for stack in stacks(leaves, recipe.rows, group):
-            update_alone(stack, recipe, group, self.observers)
+        for stack in stacks(leaves, recipe.rows, batch.group):
+            update_alone(stack, recipe, batch.group, self.observers)
         for leaf in leaves:
             leaf.close()
+        return [leaf.state["step"] for leaf in leaves]
 
-    def _advance_shared(self, works: "list[Work]") -> None:
+    def _advance_shared(self, works: "list[Work]") -> list[Tensor]:
+        if not works:
+            return []
         if capture.is_recording():
             raise RuntimeError("a step that exchanges matrices between ranks cannot be recorded")
         for work in works:
-            state = self.state[work.parameter]
-            state["step"] += work.parameter.grad is not None
-            work.opened = Leaf(work.parameter, state, work.layout, work.spread)
+            work.opened = Leaf(work.parameter, self.state[work.parameter], work.layout, work.spread)
         self._exchanges.run(works, update, self.observers)
         for work in works:
             work.leaf.close()
+        return [work.leaf.state["step"] for work in works if work.parameter.grad is not None]
 
     def _advance_fused(
         self, params: list[Tensor], states: States, index: int, recipe: Recipe

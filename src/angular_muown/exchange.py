@@ -138,7 +138,12 @@ class Journey:
             torch.stack([whole[i][k] for i in batch]).to(dtype) for k in range(len(whole[batch[0]]))
         ]
         X, U = operands if len(operands) == 2 else (operands[0], operands[0])
-        Q = recipe.tangent(recipe.orthogonalize, X, U)
+        try:
+            Q = recipe.tangent(recipe.orthogonalize, X, U)
+        except Exception as error:
+            names = ", ".join(dict.fromkeys(self.road.work_of[i].name for i in batch))
+            error.add_note(f"in the polar factor of {names}")
+            raise
         for observe in self.road.observers:
             parts = [(self.road.work_of[i].leaf.parameter, 1) for i in batch]
             observe(parts, U, recipe.tangent.receive(Q, U, {}), None)
@@ -209,7 +214,9 @@ class Journey:
 
     def _packed(self, job: int, part: Tensor) -> Tensor:
         wire = self.road.work_of[job].wire
-        return part.to(wire).contiguous().flatten().view(torch.uint8)
+        part = part.to(wire).contiguous()
+        # Not flatten(): a contiguous tensor of one entry may have any stride.
+        return part.as_strided((part.numel(),), (1,)).view(torch.uint8)
 
     def _unpacked(self, i: int, buffer: Tensor, at: int, place: int) -> tuple[Tensor, int]:
         job, wire = self.road.plan.jobs[i], self.road.work_of[i].wire

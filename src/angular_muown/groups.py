@@ -1,5 +1,6 @@
 """Param groups: the engine's defaults, and the numbers of a step that follow from a group."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -55,7 +56,28 @@ def rates(group: Group, dtype: torch.dtype) -> tuple[float | Tensor, float | Ten
 
 def seed(group: Group) -> int | Tensor | None:
     """Of the step's stochastic rounding; None rounds to nearest."""
-    if group["write_back"] != "stochastic":
-        return None
-    # the clock may go on before the weights are written
-    return group["step"].clone() if isinstance(group["step"], Tensor) else group["step"]
+    return group["step"] if group["write_back"] == "stochastic" else None
+
+
+def alike(groups: Sequence[Group]) -> list[list[int]]:
+    """Indices of groups that differ in nothing but their parameters, in the order of the first of
+    each. One step can move all of them, so that a group for each parameter costs no time."""
+    found: dict[Any, list[int]] = {}
+    for index, group in enumerate(groups):
+        key = frozenset((name, _key(x)) for name, x in group.items() if name not in OWN_TO_EACH)
+        found.setdefault(key, []).append(index)
+    return list(found.values())
+
+
+OWN_TO_EACH = ("params", "param_names")
+
+
+def _key(value: Any) -> Any:
+    """Equal where values are; a value that cannot be compared is equal to itself alone."""
+    if isinstance(value, list):
+        value = tuple(value)
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return value  # a tensor's hash is its identity

@@ -14,6 +14,7 @@ from torch import Tensor
 from angular_muown.placement import is_sharded, local
 from angular_muown.spread import Team, team_of
 from angular_muown.stages.sums import Whole
+from angular_muown.wire import all_reduce
 
 
 @dataclass(frozen=True)
@@ -60,14 +61,16 @@ def total(t: Tensor, teams: Iterable[Team], largest: bool = False) -> Tensor:
         if team.acts:
             t = t.contiguous()
             op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-            dist.all_reduce(t, op=op, group=team.group)
+            all_reduce(t, team, op)
     return t
 
 
-def somewhere(flag: bool, params: Sequence[Tensor]) -> bool:
-    """True on all ranks that hold parts of these parameters where it is true on one."""
+def somewhere(flags: Sequence[bool], params: Sequence[Tensor]) -> list[bool]:
+    """For each flag, whether it is true on any rank that holds parts of these parameters. A rank on
+    which all of them are true does not wait for the others."""
+    found = torch.tensor(flags, dtype=torch.float32)
     meshes = {p.device_mesh: local(p).device for p in params if is_sharded(p)}
     for mesh, device in meshes.items():
         teams = [team_of(mesh, [i]) for i in range(mesh.ndim)]
-        flag = bool(total(torch.full((1,), float(flag), device=device), teams))
-    return flag
+        found = total(found.to(device), teams, largest=True)
+    return list(flags) if all(flags) else found.bool().tolist()

@@ -29,7 +29,7 @@ def moves_nothing(groups: Sequence[dict[str, Any]], active: Sequence[Sequence[Te
         return not moves
     from angular_muown.parts import somewhere  # only where there are ranks
 
-    return not somewhere(moves, params)
+    return not somewhere([moves], params)[0]
 
 
 def made_states(

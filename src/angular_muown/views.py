@@ -35,7 +35,7 @@ class Piece(NamedTuple):
     G: Tensor
     M: Tensor
     rows: Rows
-    t: float | Tensor  # Adam's step count, this step included; a tensor if capturable
+    t: float | Tensor  # the number of this step for Adam, from 1; a tensor if capturable
     sides: tuple[int, int]  # rows and columns of the whole matrices
     corner: tuple[int, int] = (0, 0)  # where this part starts in them
 
@@ -67,7 +67,8 @@ class Stack:
         self.compute = torch.promote_types(self.pieces[0].W.dtype, torch.float32)
 
     def _gather(self, parts: Sequence[Tensor]) -> Tensor:
-        return torch.cat(tuple(parts)).to(self.compute)
+        """One part is not copied: a step writes nothing before its end."""
+        return (torch.cat(tuple(parts)) if len(parts) > 1 else parts[0]).to(self.compute)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -115,12 +116,13 @@ class Stack:
             self._scatter([piece.rows[name] for piece in self.pieces], values)
 
     def _scatter(self, parts: list[Tensor], values: Tensor) -> None:
-        pairs = zip(self.pieces, parts, values.split(self.counts), strict=True)
+        found = values.split(self.counts) if len(parts) > 1 else (values,)
+        pairs = zip(self.pieces, parts, found, strict=True)
         # A parameter without a gradient stays as it is, although its ranks went through the step.
         moved = [(to, value) for piece, to, value in pairs if piece.parameter.grad is not None]
         if moved:
-            targets, found = zip(*moved, strict=True)
-            torch._foreach_copy_(list(targets), list(found))  # one launch for all of them
+            targets, new = zip(*moved, strict=True)
+            torch._foreach_copy_(list(targets), list(new))  # one launch for all of them
 
 
 @dataclass
@@ -151,9 +153,10 @@ class Leaf:
 
     @property
     def age(self) -> float | Tensor:
-        """As a number if it is on the host; one on the device is not waited for."""
+        """The number of the step that is under way, which its counter learns of when it is over.
+        As a number if it is on the host; one on the device is not waited for."""
         t = self.state["step"]
-        return float(t) if t.device.type == "cpu" else t
+        return (float(t) if t.device.type == "cpu" else t) + 1
 
     def pieces(self, row_names: tuple[str, ...]) -> Iterator[Piece]:
         window = self.spread.window if self.spread is not None else None

@@ -1,19 +1,87 @@
-"""Bytes between ranks."""
+"""Bytes between ranks, and what a rank does while it waits for them.
 
-from collections.abc import Callable
+A rank that fails leaves the others in a collective that nobody ends before its time limit. So it
+leaves a message in the job's store, and ranks that wait on the CPU look there every now and then.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
 
 from angular_muown.spread import Team
+
+LOOK_EVERY = timedelta(seconds=1)
+_numbers: Counter[tuple[int, ...]] = Counter()  # steps begun with the same ranks
+_watched: list[str] = []  # keys of the step that is under way
+
+
+class PeerError(RuntimeError):
+    """Another rank failed; its message is ours."""
+
+
+@contextmanager
+def failing_together(teams: Iterable[tuple[int, ...]]) -> Iterator[None]:
+    """Inside, an error on one rank of a team ends the step on all of them.
+
+    Steps are numbered, so that an error that was handled does not end a later one. Ranks of a team
+    step together, so their numbers are the same.
+    """
+    keys = []
+    for ranks in teams:
+        _numbers[ranks] += 1
+        keys.append(f"angular_muown/{'-'.join(map(str, ranks))}/{_numbers[ranks]}")
+    _watched.extend(keys)
+    try:
+        yield
+    except PeerError:
+        raise
+    except Exception as error:
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        what = f"{type(error).__name__}: {error}{notes}"
+        message = f"rank {dist.get_rank()} failed in its step: {what}"
+        for key in keys:
+            _get_default_store().set(key, message)
+        raise
+    finally:
+        del _watched[len(_watched) - len(keys) :]
+
+
+def _look() -> None:
+    for key in _watched:
+        if _get_default_store().check([key]):
+            raise PeerError(_get_default_store().get(key).decode())
+
+
+def wait(handle: Any, device: torch.device) -> None:
+    """Wait for a collective; on a GPU without the host."""
+    if device.type != "cpu" or not _watched:
+        handle.wait()
+        return
+    while True:
+        try:
+            handle.wait(LOOK_EVERY)
+            return
+        except RuntimeError:
+            _look()  # a rank that failed is the cause of what the network reports, too
+            if handle.is_completed():
+                raise
 
 
 def all_gather(to: Tensor, own: Tensor, team: Team) -> None:
     """`own` of every rank, one behind the other. torch 2.13 renames its function."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(to, own, group=team.group)
+    wait(gather(to, own, group=team.group, async_op=True), to.device)
+
+
+def all_reduce(t: Tensor, team: Team, op: Any) -> None:
+    wait(dist.all_reduce(t, op=op, group=team.group, async_op=True), t.device)
 
 
 def swap(
@@ -27,8 +95,8 @@ def swap(
     received = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
     handle: Any = dist.all_to_all_single(received, send, sizes, counts, group=group, async_op=True)
 
-    def wait(kept: Tensor = send) -> list[Tensor]:
-        handle.wait()
+    def finish(kept: Tensor = send) -> list[Tensor]:
+        wait(handle, device)
         return list(received.split(sizes))
 
-    return wait
+    return finish

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
-from angular_muown import AngularMuown, Muon, NorMuon
+from angular_muown import AngularMuown, Muon, NorMuon, plan
 from tests.angular_muown.family import FAMILY, noise
-from tests.angular_muown.sharded import GROUPS, PLACEMENTS, made, place, stepped
+from tests.angular_muown.sharded import GROUPS, PLACEMENTS, made, mesh_of, place, stepped, whole
 from tests.ranks import results
 
 SOME = ("rows", "columns", "hsdp", "rows x columns")
@@ -141,10 +142,11 @@ def _counted(placement: Any) -> dict[str, Any]:
         sent += sum(counts) - counts[dist.get_group_rank(kw["group"], dist.get_rank())]
         return swap(to, send, sizes, counts, **kw)
 
-    def counting_gather(to: Tensor, own: Tensor, group: Any) -> Any:
+    def counting_gather(to: Tensor, own: Tensor, **kw: Any) -> Any:
         nonlocal sent
-        sent += own.nbytes * (dist.get_world_size(group) - 1) * (own.dtype == torch.uint8)
-        return gather(to, own, group=group)
+        others = dist.get_world_size(kw["group"]) - 1
+        sent += own.nbytes * others * (own.dtype == torch.uint8)
+        return gather(to, own, **kw)
 
     dist.all_to_all_single, dist.all_gather_single = counting_swap, counting_gather
     optimizer.step()
@@ -178,3 +180,40 @@ def summed() -> list[tuple[int, int]]:
 def test_skinny_matrices_stay_where_they_are() -> None:
     """By rows the tall one adds up Gram matrices, by columns the wide one."""
     assert results(2, summed) == [[(150, 3), (4, 200)]] * 2
+
+
+TALL = [
+    # Parts without a row, kept where they are by the Gram way: three blocks of a fused weight.
+    (4, {"shapes": [(1536, 2)], "blocks": 3}),
+    (8, {"shapes": [(49, 1)]}),
+    # Parts of one entry.
+    (3, {"shapes": [(5, 1)]}),
+    (3, {"shapes": [(1, 5)]}),
+    (3, {"shapes": [(2, 5)]}),
+]
+
+
+def by_rows(group: dict[str, Any]) -> list[Tensor]:
+    return stepped(AngularMuown, {"lr": 0.02}, PLACEMENTS["rows"], [group], steps=2)
+
+
+@pytest.mark.parametrize(("world", "group"), TALL)
+def test_parts_of_few_entries_or_none(world: int, group: dict[str, Any]) -> None:
+    wanted = stepped(AngularMuown, {"lr": 0.02}, None, [group], steps=2)
+    for found in results(world, by_rows, group):
+        for p, q in zip(found, wanted, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
+
+
+def fully_sharded() -> Tensor:
+    model = nn.Sequential(nn.Linear(2, 1536, bias=False))
+    fully_shard(model, mesh=mesh_of((-1,)))
+    optimizer = AngularMuown(plan(model, head=None, blocks={"0.weight": 3}))
+    model(torch.ones(3, 2)).square().sum().backward()
+    optimizer.step()
+    return whole(model[0].weight)
+
+
+def test_a_fused_weight_under_fsdp_with_empty_parts() -> None:
+    for found in results(4, fully_sharded):
+        assert found.isfinite().all()

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from angular_muown import AngleMonitor, AngularMuown, MagnitudeDirection
+from angular_muown import AngleMonitor, AngularMuown, MagnitudeDirection, engine
 from angular_muown.engine import Engine
+from angular_muown.stages import orthogonalize
 from tests.angular_muown.family import ColumnGains, noise, parameter
 from tests.angular_muown.sharded import PLACEMENTS, made, place, stepped, whole
 from tests.ranks import DIED, RankError, on_ranks, results
@@ -224,3 +225,111 @@ def test_a_placement_that_cuts_kernels_is_refused() -> None:
     assert isinstance(outcome, RankError)
     assert "parameter 'w0' is spread over ranks along dimension 2" in str(outcome)
     assert "shard dimension 0 or 1" in str(outcome)
+
+
+class UnableError(Exception):
+    pass
+
+
+def failing_owner(name: str, deep: bool) -> list[bool]:
+    """Rank 1 cannot make a polar factor, or fails even before the ranks first meet."""
+    optimizer, params = optimizer_of(name)
+    optimizer.step()
+    before = [p.detach().clone() for p in params]
+
+    def fail(*args: Any) -> Any:
+        raise UnableError("not today")
+
+    if dist.get_rank() == 1:
+        module = orthogonalize if deep else engine.checks
+        setattr(module, "unit" if deep else "with_gradient", fail)
+    try:
+        optimizer.step()
+    except UnableError:
+        time.sleep(6)  # alive, as in a debugger or in a handler of the error
+        raise
+    return [torch.equal(p, b) for p, b in zip(params, before, strict=True)]
+
+
+@pytest.mark.parametrize("deep", [True, False])
+@pytest.mark.parametrize("name", ["rows", "columns", "hsdp"])
+def test_an_error_on_one_rank_ends_the_step_on_all(name: str, deep: bool) -> None:
+    began = time.monotonic()
+    found = on_ranks(4, failing_owner, name, deep, patience=60)
+    for rank, outcome in enumerate(found):
+        assert isinstance(outcome, RankError), rank
+        assert "not today" in str(outcome)
+        if rank != 1:
+            assert "rank 1 failed in its step: UnableError: not today" in str(outcome)
+            assert ("in the polar factor of w" in str(outcome)) == deep
+    assert time.monotonic() - began < 30
+
+
+def refused_once() -> list[int]:
+    """Step 1 is refused; in step 2 rank 1 waits long enough to look for errors."""
+    optimizer, params = optimizer_of("rows")
+    refused = []
+    for t in range(3):
+        grad = params[0].grad
+        if t == 1 and dist.get_rank() == 0:
+            params[0].grad = None
+        if t == 2 and dist.get_rank() == 0:
+            time.sleep(3)
+        try:
+            optimizer.step()
+        except RuntimeError:
+            refused.append(t)
+        params[0].grad = grad
+    return [*refused, optimizer.param_groups[0]["step"]]
+
+
+def test_an_error_that_was_handled_does_not_end_a_later_step() -> None:
+    assert results(2, refused_once) == [[1, 2]] * 2
+
+
+NUMBERS: dict[str, tuple[Any, Any]] = {
+    "lr": (0.1, 0.2),
+    "momentum": (0.95, 0.9),
+    "nesterov": (True, False),
+    "scale": ("fan_ratio", "adam_rms"),
+    "weight_decay": (0.0, 0.1),
+    "eps": (1e-8, 1e-6),
+    "betas": ((0.9, 0.95), (0.9, 0.99)),
+    "maximize": (False, True),
+    "decay_scale": (1e-3, 2e-3),
+    "step": (0, 5),
+    "radius_lr": (None, 0.01),
+    "write_back": ("stochastic", "master"),
+}
+
+
+def other_number(name: str | None, key: str, tensors: bool) -> list[bool]:
+    optimizer, params = optimizer_of(name)
+    before = [p.detach().clone() for p in params]
+    value = NUMBERS[key][dist.get_rank()]
+    optimizer.param_groups[0][key] = torch.tensor(value) if tensors else value
+    try:
+        optimizer.step()
+    finally:
+        unmoved = all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
+        assert unmoved, "weights moved"
+    return []
+
+
+@pytest.mark.parametrize("name", ["rows", None])
+@pytest.mark.parametrize("key", NUMBERS)
+def test_ranks_with_other_numbers_are_told_which(key: str, name: str | None) -> None:
+    for outcome in on_ranks(2, other_number, name, key, False):
+        assert isinstance(outcome, RankError)
+        first, second = NUMBERS[key]
+        said = f"group 0 has {key}={first!r} on rank 0 and {key}={second!r} on rank 1"
+        assert said in str(outcome)
+        assert "weights moved" not in str(outcome)
+
+
+def test_tensors_of_numbers_are_compared_too() -> None:
+    for outcome in on_ranks(2, other_number, "rows", "lr", True):
+        assert isinstance(outcome, RankError)
+        assert "group 0 has lr=0.10000000149011612 on rank 0 and lr=0.20000000298023224" in str(
+            outcome
+        )

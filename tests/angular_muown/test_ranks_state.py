@@ -26,8 +26,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from angular_muown import AngleMonitor, AngularMuown, NorMuown, plan
-from tests.angular_muown.family import ColumnGains
-from tests.angular_muown.sharded import whole
+from tests.angular_muown.family import ColumnGains, noise, parameter
+from tests.angular_muown.sharded import PLACEMENTS, place, whole
 from tests.ranks import results
 
 WAYS = ("ddp", "fsdp", "fsdp by columns", "hsdp", "tp", "fsdp x tp")
@@ -237,6 +237,44 @@ def test_ranks_have_the_same_keys_and_clocks_whatever_their_gradients() -> None:
     first, second = results(2, lacking)
     assert first == second
     assert all(first)
+
+
+def clocks(spread: bool, lacking: dict[int, tuple[int, ...]]) -> list[int]:
+    """Three groups: two stacks of experts, cut by experts, and a matrix. `lacking` has the groups
+    without gradient, by rank."""
+    shapes = [(4, 6, 5), (4, 6, 5), (6, 5)]
+    groups: list[dict[str, Any]] = []
+    for i, shape in enumerate(shapes):
+        W = parameter(*shape, seed=i).detach()
+        p = nn.Parameter(place(W, PLACEMENTS["rows"]) if spread else W)
+        groups.append({"params": [p], "view": "stack" if len(shape) == 3 else "matrix"})
+    optimizer = AngularMuown(groups)
+    for t in range(2):
+        for i, group in enumerate(groups):
+            G = noise(*shapes[i], seed=10 * t + i)
+            absent = i in lacking.get(dist.get_rank() if spread else 0, ())
+            G = place(G, PLACEMENTS["rows"]) if spread else G
+            group["params"][0].grad = None if absent else G
+        optimizer.step()
+    return [group["step"] for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize(
+    ("lacking", "wanted"),
+    [
+        ({0: (1,), 1: (1,)}, [2, 0, 2]),  # nothing anywhere: as in one process
+        ({0: (1, 2), 1: (1, 2)}, [2, 0, 0]),
+        ({0: (0, 1), 1: (1,)}, [2, 0, 2]),  # rank 0's experts got no tokens
+        ({0: (0,), 1: (1,)}, [2, 2, 2]),
+        ({0: (0, 1, 2), 1: (0, 2)}, [0, 2, 0]),
+    ],
+)
+def test_clocks_count_the_steps_in_which_any_rank_has_a_gradient(
+    lacking: dict[int, tuple[int, ...]], wanted: list[int]
+) -> None:
+    assert results(2, clocks, True, lacking) == [wanted, wanted]
+    alone = {0: tuple(i for i in range(3) if all(i in absent for absent in lacking.values()))}
+    assert clocks(False, alone) == wanted
 
 
 def looked_at(way: str) -> bool:

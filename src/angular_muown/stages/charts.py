@@ -28,7 +28,13 @@ class Split(NamedTuple):
 
 def nonzero(x: Tensor) -> Tensor:
     """A divisor: 1 in place of an exact zero. A floor such as 1e-7 would bend small values too."""
-    return torch.where(x == 0, torch.ones_like(x), x)
+    return x.masked_fill(x == 0, 1.0)
+
+
+def surely_none(mask: Tensor) -> bool:
+    """Whether no entry is true, as far as that can be known without waiting: of a tensor on a GPU
+    it cannot. What is left out then changes no bit."""
+    return mask.device.type == "cpu" and not bool(mask.any())
 
 
 def normalize_rows(X: Tensor, sums: Whole = WHOLE) -> Tensor:
@@ -64,7 +70,11 @@ def polar_coordinates(W: Tensor, G: Tensor, sums: Whole) -> tuple[Tensor, Tensor
     """
     g = sums.row_norm(W)
     at_zero = g == 0
-    U = normalize_rows(torch.where(at_zero, -G, W), sums)
+    length = g
+    if not surely_none(at_zero):
+        W = torch.where(at_zero, -G, W)
+        length = nonzero(sums.row_norm(W))
+    U = W / length
     return U, g, sums.rows(G * U)
 
 
@@ -168,4 +178,4 @@ class ColumnGained(Summing):
 def row_signs(g: Tensor) -> Tensor:
     """-1 where a length crossed zero. The row g U with g < 0 is |g| (-U): since lengths are read
     off W as >= 0, everything stored that points along the row has to turn with it."""
-    return torch.where(g < 0, -torch.ones_like(g), torch.ones_like(g))
+    return 1 - 2 * (g < 0).to(g.dtype)

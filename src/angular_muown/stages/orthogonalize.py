@@ -91,7 +91,7 @@ def unit(X: Tensor, margin: float, sums: Whole = WHOLE) -> Tensor:
     1e-30 or 1e30 would leave the range of float32."""
     X = X.to(torch.promote_types(X.dtype, torch.float32))
     X = X / nonzero(sums.largest(X))
-    return X / nonzero(margin * sums.frobenius(X))
+    return X / nonzero(margin * sums.entries(X.square()).sqrt())
 
 
 # Iterations that need Gram matrices only, so that ranks with parts of the long side can add up

@@ -33,7 +33,7 @@ def adam_direction(
 
 def forget_at_zero(g: Tensor, rows: Rows) -> None:
     """A row at zero takes a new direction (see polar_coordinates): its first moment has no past."""
-    rows["exp_avg"] = torch.where(g == 0, torch.zeros_like(g), rows["exp_avg"])
+    rows["exp_avg"] = rows["exp_avg"].masked_fill(g == 0, 0.0)
 
 
 class ByAdam(Summing):
