@@ -79,7 +79,7 @@ class Batch:
     works: "list[Work]"
 
 
-def without_autocast(groups: Sequence[dict[str, Any]]) -> AbstractContextManager[None]:
+def without_autocast(groups: Sequence[dict[str, Any]]) -> ExitStack:
     """The step is the same inside and outside of autocast, which would multiply in 16 bits."""
     kinds = {group["params"][0].device.type for group in groups} | {"cpu"}
     stack = ExitStack()
