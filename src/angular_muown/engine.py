@@ -6,7 +6,7 @@ no attributes of its own, because torch drops them on deepcopy and pickle.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,7 +69,7 @@ def update_alone(
     finish(equation, Q)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Batch:
     """Groups that differ in their parameters alone: one step moves all of them."""
 
@@ -77,11 +77,13 @@ class Batch:
     group: dict[str, Any]  # the first of them, for the step's numbers
     recipe: Recipe | None  # None: AdamW
     works: "list[Work]"
+    params: list[Tensor] = field(default_factory=list)  # with a gradient, stepped by this rank
+    states: States = field(default_factory=list)
 
 
 def without_autocast(groups: Sequence[dict[str, Any]]) -> ExitStack:
     """The step is the same inside and outside of autocast, which would multiply in 16 bits."""
-    kinds = {group["params"][0].device.type for group in groups} | {"cpu"}
+    kinds = {p.device.type for group in groups for p in group["params"][:1]} | {"cpu"}
     stack = ExitStack()
     for kind in kinds:
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
@@ -151,15 +153,14 @@ class Engine(torch.optim.Optimizer):
         with self._failing_together(works):
             active = [checks.with_gradient(group, i) for i, group in enumerate(groups)]
             rehearsal = not self.state and moves_nothing(groups, active)
-            counting = self._counting(active, works)
-            if works and not rehearsal:
-                self._exchanges.check(works, observed=bool(self.observers))
-            counters: list[Tensor] = []
             for batch in batches:
-                params = [p for i in batch.indices for p in active[i]]
-                counters += self._advance_batch(batch, params, rehearsal)
+                self._open(batch, [p for i in batch.indices for p in active[i]])
             if rehearsal:
                 return
+            counting = self._counting(active, works)
+            if works:
+                self._exchanges.check(works, observed=bool(self.observers))
+            counters = [c for batch in batches for c in self._advance_batch(batch)]
             counters += self._advance_shared(works)
         if counters:
             torch._foreach_add_(counters, 1)
@@ -200,8 +201,8 @@ class Engine(torch.optim.Optimizer):
 
         return somewhere(own, experts)
 
-    def _advance_batch(self, batch: "Batch", params: list[Tensor], rehearsal: bool) -> list[Tensor]:
-        """Step what this rank steps alone; returns the counters that are to be advanced."""
+    def _open(self, batch: "Batch", params: list[Tensor]) -> None:
+        """Make the state that is missing, and take what this rank steps alone."""
         taking = params
         if has_ranks():
             elsewhere = {work.parameter for work in batch.works}
@@ -209,13 +210,16 @@ class Engine(torch.optim.Optimizer):
             owned = (p for i in batch.indices for p in self.param_groups[i]["params"])
             taking = [p for p in owned if p in elsewhere or has_state(p)]
         states = made_states(self.state, taking, batch.group, batch.recipe)
-        if not params or rehearsal:
+        batch.params, batch.states = params, picked(states, taking, params)
+
+    def _advance_batch(self, batch: "Batch") -> list[Tensor]:
+        """Step what this rank steps alone; return the counters that are to be advanced."""
+        if not batch.params:
             return []
-        states = picked(states, taking, params)
         if batch.recipe is None:
-            adamw.update(params, states, batch.group)
+            adamw.update(batch.params, batch.states, batch.group)
             return []
-        return self._advance_matrices(batch, params, states, batch.recipe)
+        return self._advance_matrices(batch, batch.recipe)
 
     def _shared(self, index: int, recipe: Recipe) -> "list[Work]":
         """The group's parameters whose step is shared with other ranks."""
@@ -231,12 +235,10 @@ class Engine(torch.optim.Optimizer):
             self.exchanges = Exchanges()
         return self.exchanges
 
-    def _advance_matrices(
-        self, batch: "Batch", params: list[Tensor], states: States, recipe: Recipe
-    ) -> list[Tensor]:
+    def _advance_matrices(self, batch: "Batch", recipe: Recipe) -> list[Tensor]:
         layout = Layout.of(batch.group)
-        rest = self._advance_fused(params, states, batch.indices[0], recipe)
-        known = dict(zip(map(id, params), states, strict=True)) if rest else {}
+        rest = self._advance_fused(batch, recipe)
+        known = dict(zip(map(id, batch.params), batch.states, strict=True)) if rest else {}
         leaves = [Leaf(p, known[id(p)], layout) for p in rest]
         for stack in stacks(leaves, recipe.rows, batch.group):
             update_alone(stack, recipe, batch.group, self.observers)
@@ -256,19 +258,18 @@ class Engine(torch.optim.Optimizer):
             work.leaf.close()
         return [work.leaf.state["step"] for work in works if work.parameter.grad is not None]
 
-    def _advance_fused(
-        self, params: list[Tensor], states: States, index: int, recipe: Recipe
-    ) -> list[Tensor]:
+    def _advance_fused(self, batch: "Batch", recipe: Recipe) -> list[Tensor]:
         """Step by kernels what they cover, and return the rest."""
-        group = self.param_groups[index]
-        if not runs_on(params[0].device):
-            return params
+        if not runs_on(batch.params[0].device):
+            return batch.params
         if self.fused is None:
             from angular_muown.kernels.groups import FusedGroups  # imports Triton
 
             self.fused = FusedGroups.of(self.param_groups)
-        both = rates(group, torch.float32)
-        return self.fused.advance(index, params, states, group, recipe, both, self.observers)
+        both = rates(batch.group, torch.float32)
+        return self.fused.advance(
+            batch.indices[0], batch.params, batch.states, batch.group, recipe, both, self.observers
+        )
 
     def averaged(self, model: torch.nn.Module | None = None) -> AbstractContextManager[None]:
         """Inside, the parameters hold their averages; then the weights are back, to the bit. Where
