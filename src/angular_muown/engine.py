@@ -13,10 +13,10 @@ from torch import Tensor
 from torch._compile import _disable_dynamo  # imports dynamo at the first call, not with us
 
 from angular_muown import adamw, average, capture, checks
-from angular_muown.groups import ENGINE_DEFAULTS, plainly, rates
+from angular_muown.groups import ENGINE_DEFAULTS, plain_values, plainly, rates
 from angular_muown.kernels.dispatch import runs_on
 from angular_muown.layout import Layout
-from angular_muown.loading import load_keeping_dtypes
+from angular_muown.loading import load_checked
 from angular_muown.placement import has_ranks, is_sharded
 from angular_muown.recipe import Equation, Observer, Recipe, finish
 from angular_muown.stages.charts import row_signs
@@ -72,14 +72,15 @@ class Engine(torch.optim.Optimizer):
     """Base of the family. A member gives defaults and `recipe(group)`, nothing else."""
 
     observers: tuple[Observer, ...] = ()  # set on an instance by AngleMonitor, never saved
-    fused: "FusedGroups | None" = None  # made at the first step on a GPU, never saved
-    exchanges: "Exchanges | None" = None  # made at the first step, never saved
+    # underscores: torch leaves attributes out of copies and pickles
+    _fused: "FusedGroups | None" = None  # made at the first step on a GPU
+    _session: "Exchanges | None" = None  # made at the first step that ranks share
     process_group: Any = None
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self.process_group = checks.check_process_group(defaults.pop("process_group", None))
         checks.check_no_model(params, type(self).__name__)
-        super().__init__(params, {**ENGINE_DEFAULTS, **defaults})
+        super().__init__(params, {**ENGINE_DEFAULTS, **plain_values(defaults)})
 
     def recipe(self, group: dict[str, Any]) -> Recipe:
         """What this member does with the matrices of a group, at the group's current step."""
@@ -96,7 +97,7 @@ class Engine(torch.optim.Optimizer):
         self.release()
         try:
             self._check_parameters(len(self.param_groups) - 1)
-        except ValueError:
+        except Exception:
             self.param_groups.pop()
             raise
         capture.to_device(self.param_groups[-1])
@@ -123,6 +124,9 @@ class Engine(torch.optim.Optimizer):
             capture.check(self.param_groups, self.state)
         groups = self.param_groups
         active = [checks.with_gradient(group, i) for i, group in enumerate(groups)]
+        for i, group in enumerate(groups):
+            checks.check_clock(group, i)
+            checks.check_fit(group, i, active[i], self.state)
         rehearsal = not self.state and moves_nothing(groups, active)
         recipes = [self.recipe(g) if g["algorithm"] == "matrix" else None for g in groups]
         shared = [self._shared(i, r) if r else [] for i, r in enumerate(recipes)]
@@ -165,11 +169,11 @@ class Engine(torch.optim.Optimizer):
 
     @property
     def _exchanges(self) -> "Exchanges":
-        if self.exchanges is None:
+        if self._session is None:
             from angular_muown.sharing import Exchanges
 
-            self.exchanges = Exchanges()
-        return self.exchanges
+            self._session = Exchanges()
+        return self._session
 
     def _advance_matrices(
         self, params: list[Tensor], states: States, index: int, recipe: Recipe
@@ -204,12 +208,12 @@ class Engine(torch.optim.Optimizer):
         group = self.param_groups[index]
         if not runs_on(params[0].device):
             return params
-        if self.fused is None:
+        if self._fused is None:
             from angular_muown.kernels.groups import FusedGroups  # imports Triton
 
-            self.fused = FusedGroups.of(self.param_groups)
+            self._fused = FusedGroups.of(self.param_groups)
         both = rates(group, torch.float32)
-        return self.fused.advance(index, params, states, group, recipe, both, self.observers)
+        return self._fused.advance(index, params, states, group, recipe, both, self.observers)
 
     def averaged(self, model: torch.nn.Module | None = None) -> AbstractContextManager[None]:
         """Inside, the parameters hold their averages; then the weights are back, to the bit. Where
@@ -219,10 +223,11 @@ class Engine(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Like every torch optimizer, takes over the groups' values from the state dict; where
         that changes the method or kappa, a warning shows both values. State of another member,
-        algorithm or cut is refused. State keeps the dtypes it was saved in."""
+        algorithm or cut is refused, and so is one with entries that are missing or damaged; then
+        nothing has changed. Matrices' state keeps the dtypes it was saved in, AdamW's takes those
+        of the weights."""
         average.check_outside(self.param_groups, "load_state_dict()")
-        self.release()
-        load_keeping_dtypes(self, super().load_state_dict, state_dict)
+        load_checked(self, super().load_state_dict, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         """As torch's, which leaves out what is not saved; whom to share with stays the same."""
@@ -230,9 +235,12 @@ class Engine(torch.optim.Optimizer):
         return {**super().__getstate__(), "process_group": self.process_group}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Values that a saved group does not have, because it is older, are the defaults."""
+        """Values that a saved group does not have, because it is older, are the defaults. torch
+        adds its own, `differentiable`; distributed checkpoints need the keys to stay the same."""
         super().__setstate__(state)
+        self.defaults.pop("differentiable", None)
         for group in self.param_groups:
+            group.pop("differentiable", None)
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
 
@@ -246,4 +254,4 @@ class Engine(torch.optim.Optimizer):
 
     def release(self) -> None:
         """Free work buffers, recorded launches and plans; the next step makes new ones."""
-        self.fused = self.exchanges = None
+        self._fused = self._session = None

@@ -5,7 +5,8 @@ the angular multiplier kappa; `averaging` is how much the newest weights count i
 """
 
 from collections.abc import Callable
-from math import atan, cos, degrees, isfinite, pi
+from math import atan, cos, degrees, pi
+from sys import float_info
 from typing import Any, overload
 
 from torch import Tensor
@@ -44,10 +45,16 @@ def cosine(step: int, total_steps: int, warmup_steps: int = 0, floor: float = 0.
 WINDOWS = "a share of the steps above 0 and below 1, or a whole number of steps from 2 on"
 
 
+LARGEST = float_info.max
+
+
+def is_number(x: Any) -> bool:
+    """True if x is a finite number of Python's; an int beyond every float is not one."""
+    return isinstance(x, int | float) and not isinstance(x, bool) and -LARGEST <= x <= LARGEST
+
+
 def is_window(x: Any) -> bool:
-    if not isinstance(x, int | float) or isinstance(x, bool) or not isfinite(x):
-        return False
-    return 0 < x < 1 or (x >= 2 and x == int(x))
+    return is_number(x) and (0 < x < 1 or (x >= 2 and x == int(x)))
 
 
 def averaging(window: float) -> Callable[[Any], Any]:
