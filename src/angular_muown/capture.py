@@ -37,10 +37,9 @@ OWN = ("capturable", "workspace", "wire_dtype", "average")
 def adapted(saved: Group, own: Group) -> Group:
     """A saved group with the settings of the group whose place it takes, its clocks on the host."""
     group = {**saved, **{key: own[key] for key in OWN}}
-    if saved["capturable"] is True and not group["capturable"]:
-        group["lr"] = float(group["lr"])
-    if group["average"] is None:
-        group["averaged"] = 0
+    lr = group["lr"]
+    if saved["capturable"] is True and not group["capturable"] and isinstance(lr, Tensor):
+        group["lr"] = lr.item() if lr.numel() == 1 else lr
     return group
 
 

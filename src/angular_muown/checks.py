@@ -142,6 +142,11 @@ def check_values(group: Mapping[str, Any]) -> None:
         raise ValueError("fused=True with foreach=True: choose one of torch's implementations")
     if group["algorithm"] == "matrix":
         _check_combinations(group)
+    elif group.get("foreach") and isinstance(group["lr"], Tensor) and not group["capturable"]:
+        raise ValueError(
+            f"lr={group['lr']!r} with foreach=True: torch's foreach needs a plain number there, or "
+            "capturable=True"
+        )
 
 
 def _check_combinations(group: Mapping[str, Any]) -> None:

@@ -97,15 +97,9 @@ def read(optimizer: Loads, state_dict: StateDict) -> Contents:
         del optimizer.state[p]  # torch's flat load leaves empty ones, and takes them for state
     _check_kinds(optimizer, state_dict)
     _check_family(optimizer, state_dict)
-    saved_groups = [
-        _complete(optimizer, i, saved) for i, saved in enumerate(state_dict["param_groups"])
-    ]
-    _check_meaning(optimizer, saved_groups)
-    _check_not_lost(optimizer, saved_groups, state_dict["state"])
-    groups = [
-        capture.adapted(saved, group)
-        for saved, group in zip(saved_groups, optimizer.param_groups, strict=True)
-    ]
+    groups = [_complete(optimizer, i, saved) for i, saved in enumerate(state_dict["param_groups"])]
+    _check_meaning(optimizer, groups)
+    _check_not_lost(optimizer, groups, state_dict["state"])
     states, taken = {}, set()
     for i, (group, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
         read_entries = Entries(group, saved, optimizer)
@@ -116,7 +110,7 @@ def read(optimizer: Loads, state_dict: StateDict) -> Contents:
             if key in state_dict["state"]:
                 states[p] = read_entries(p, f"parameter {name!r}", state_dict["state"][key])
     others = {key: value for key, value in state_dict["state"].items() if key not in taken}
-    surprises = _changed_values(optimizer, saved_groups)
+    surprises = _changed_values(optimizer, groups)
     surprises += _dropped_averages(optimizer, state_dict)
     return Contents(groups, states, others, surprises)
 
@@ -186,25 +180,31 @@ def _check_family(optimizer: Loads, state_dict: StateDict) -> None:
 
 def _complete(optimizer: Loads, index: int, saved: Group) -> Group:
     """A copy of a saved group with the defaults for what it lacks, because it is older; checked."""
-    group, own = {}, optimizer.param_groups[index]
+    own = optimizer.param_groups[index]
+    start = {key: own[key] for key in ("base_lr",) if key in own}
+    group = {**optimizer.defaults, **start, **_copy_of(saved, index)}
+    group.pop("differentiable", None)  # torch's, in state dicts of earlier versions
+    for key in CLOCKS:
+        if isinstance(group[key], Tensor):
+            group[key] = _integer(group[key], group[key])
+    group = capture.adapted(group, own)
+    try:
+        check_values(group)
+    except ValueError as error:
+        raise ValueError(f"group {index} of the state dict: {error}") from None
+    if group["average"] is None:
+        group["averaged"] = 0
+    return group
+
+
+def _copy_of(saved: Group, index: int) -> Group:
+    group = {}
     for key, value in saved.items():
         try:
             group[key] = deepcopy(value)
         except Exception as error:
             raise TypeError(f"group {index} of the state dict: {key} cannot be copied") from error
-    group = plain_values(group)
-    for key in CLOCKS:
-        if isinstance(group.get(key), Tensor):
-            group[key] = _integer(group[key], group[key])
-    older = {**optimizer.defaults, "base_lr": own.get("base_lr")}
-    group = {**{k: v for k, v in older.items() if v is not None or k != "base_lr"}, **group}
-    group.pop("differentiable", None)  # torch's, in state dicts of earlier versions
-    settings = {key: own[key] for key in capture.OWN}
-    try:
-        check_values({**group, **settings})
-    except ValueError as error:
-        raise ValueError(f"group {index} of the state dict: {error}") from None
-    return group
+    return plain_values(group)
 
 
 def _integer(value: Any, otherwise: Any) -> Any:

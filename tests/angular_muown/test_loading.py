@@ -338,6 +338,19 @@ def test_an_older_state_dict_without_newer_keys_loads() -> None:
     run(opt, params, 1, start=3)
 
 
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_capturable_run_loads_where_nothing_is_recorded(foreach) -> None:
+    """Its learning rate and clocks are tensors, which foreach refuses."""
+    saved = small(capturable=True)[1].state_dict()
+    for group in saved["param_groups"]:
+        assert isinstance(group["lr"], Tensor)
+        group["foreach"] = foreach
+    params, opt = small()
+    opt.load_state_dict(saved)
+    assert all(type(g["lr"]) is float and type(g["step"]) is int for g in opt.param_groups)
+    run(opt, params, 1)
+
+
 # --- before a step ---
 
 
