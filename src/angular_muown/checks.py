@@ -41,7 +41,7 @@ def _is_fraction(x: Any) -> bool:
 
 
 def is_count(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool) and 0 <= x < 2**63  # fits a tensor
+    return is_number(x) and isinstance(x, int) and x >= 0
 
 
 def _is_bool(x: Any) -> bool:
@@ -134,6 +134,23 @@ def check_keys(group: Mapping[str, Any], defaults: Mapping[str, Any], family: st
                 raise ValueError(f"{key}={group[key]!r} is no option: did you mean {near}?")
 
 
+def listed(params: Any) -> Any:
+    """A group's parameters, which may come from a generator; torch says what else they may be."""
+    if isinstance(params, Tensor | set):
+        return params
+    if not isinstance(params, Iterable):
+        raise TypeError(f"params={params!r} in a group: it must be a list of parameters")
+    found = list(params)
+    for i, entry in enumerate(found):
+        name, p = entry if isinstance(entry, tuple) and len(entry) == 2 else (f"params[{i}]", entry)
+        if isinstance(p, Tensor) and not (p.is_leaf or p.retains_grad):
+            raise ValueError(
+                f"parameter {name!r} (shape {tuple(p.shape)}) is the result of a computation, not "
+                "a leaf: pass the tensor that it was computed from, or p.detach()"
+            )
+    return found
+
+
 def check_values(group: Mapping[str, Any]) -> None:
     for key, (is_valid, wanted) in RULES.items():
         if key in group and not is_valid(group[key]):
@@ -142,10 +159,18 @@ def check_values(group: Mapping[str, Any]) -> None:
         raise ValueError("fused=True with foreach=True: choose one of torch's implementations")
     if group["algorithm"] == "matrix":
         _check_combinations(group)
-    elif group.get("foreach") and isinstance(group["lr"], Tensor) and not group["capturable"]:
+
+
+def check_foreach(group: Mapping[str, Any]) -> None:
+    """What torch's AdamW would refuse at the step, after others have moved."""
+    if group["algorithm"] != "adamw" or not group.get("foreach"):
+        return
+    recorded = group["capturable"] and all(p.is_cuda for p in group["params"])
+    if not recorded and (group["capturable"] or isinstance(group["lr"], Tensor)):
         raise ValueError(
-            f"lr={group['lr']!r} with foreach=True: torch's foreach needs a plain number there, or "
-            "capturable=True"
+            f"lr={group['lr']!r} with foreach=True and capturable={group['capturable']}: torch's "
+            "foreach takes a tensor only with capturable=True and on a GPU; use a plain number, or "
+            "leave out foreach"
         )
 
 

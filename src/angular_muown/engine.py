@@ -90,6 +90,7 @@ class Engine(torch.optim.Optimizer):
         """Checks everything before the group is added: an error leaves the optimizer as it was."""
         checks.check_keys(param_group, self.defaults, type(self).__name__)
         param_group = plainly(param_group, self.defaults, type(self))
+        param_group["params"] = checks.listed(param_group["params"])
         group = {**self.defaults, **param_group}
         checks.check_values(group)
         param_group.setdefault("base_lr", float(group["lr"]))
@@ -106,6 +107,7 @@ class Engine(torch.optim.Optimizer):
         group = self.param_groups[index]
         if not group["params"]:
             raise ValueError(f"group {index} has no parameters: leave it out")
+        checks.check_foreach(group)
         for p, name in zip(group["params"], checks.parameter_names(group, index), strict=True):
             checks.check_parameter(p, name, group)
 

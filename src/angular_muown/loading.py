@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from angular_muown import capture
 from angular_muown.adamw import MOMENTS
-from angular_muown.checks import check_values, is_count, parameter_names
+from angular_muown.checks import check_foreach, check_values, is_count, parameter_names
 from angular_muown.groups import Group, plain_value, plain_values
 from angular_muown.layout import Layout
 from angular_muown.placement import is_sharded, local, spread_like, whole
@@ -33,7 +33,7 @@ METHOD = (
 )
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 CLOCKS = ("step", "averaged")
-NEVER_NEGATIVE = ("_sq", "second_moment", "_norm")  # how such entries' names end
+NEVER_NEGATIVE = ("_sq", "second_moment")  # how such entries' names end
 NO_PART_OF_A_STEP = ("master", "average")  # a damaged master yields to the weight
 FRESH = "make the groups as they were, or start with fresh state"
 
@@ -120,15 +120,13 @@ def read(optimizer: Loads, state_dict: StateDict) -> Contents:
 
 def _check_kinds(optimizer: Loads, state_dict: StateDict) -> None:
     """What has to be a list or a dict is one, and every parameter has its place."""
-    for key, kind in (("param_groups", list), ("state", Mapping)):
+    for key, kind, word in (("param_groups", list, "list"), ("state", Mapping, "dict")):
         if key not in state_dict:
             raise ValueError(
                 f"the state dict has no {key!r}; it has {sorted(map(str, state_dict))}"
             )
         if not isinstance(state_dict[key], kind):
-            raise TypeError(
-                f"{key} of the state dict is {state_dict[key]!r}, not a {kind.__name__}"
-            )
+            raise TypeError(f"{key!r} of the state dict is {state_dict[key]!r}, not a {word}")
     own, saved_groups = optimizer.param_groups, state_dict["param_groups"]
     if len(saved_groups) != len(own):
         raise ValueError(
@@ -190,6 +188,7 @@ def _complete(optimizer: Loads, index: int, saved: Group) -> Group:
     group = capture.adapted(group, own)
     try:
         check_values(group)
+        check_foreach({**group, "params": own["params"]})
     except ValueError as error:
         raise ValueError(f"group {index} of the state dict: {error}") from None
     if group["average"] is None:
@@ -324,13 +323,13 @@ class Entries:
         ours = name in (*self._shaped, *self.vectors)
         if ours:
             _check_tensor(value, name, label, p, wanted)
-        elif not isinstance(value, Tensor) or tuple(value.shape) != wanted:
+        elif not isinstance(value, Tensor) or value.is_meta or tuple(value.shape) != wanted:
             return _copied(value, p, f"{name} in the state of {label}")  # the user's
         return self._placed(value.detach().to(p.device).clone(), p, name)
 
     @property
     def _shaped(self) -> tuple[str, ...]:
-        return SHAPED_LIKE_WEIGHT if self.matrices else (*MOMENTS, "average")
+        return SHAPED_LIKE_WEIGHT if self.matrices else (*MOMENTS, "master", "average")
 
     def _is_vector(self, name: Any) -> bool:
         return self.matrices and isinstance(name, str) and name not in SHAPED_LIKE_WEIGHT
@@ -369,6 +368,8 @@ def _check_tensor(value: Any, name: str, label: str, p: Tensor, wanted: tuple[in
             f"{what} has shape {tuple(value.shape)} in the state dict, but a parameter of shape "
             f"{tuple(p.shape)} needs {wanted}"
         )
+    if value.is_meta and not p.is_meta:
+        raise TypeError(f"{what} is on the meta device in the state dict: it has no entries")
     if value.dtype not in FLOATS or value.layout != torch.strided:
         raise TypeError(
             f"{what} is {value.dtype} and {value.layout} in the state dict: it must be a dense "
@@ -395,7 +396,7 @@ def _check_entries(value: Tensor, what: str, may_be_negative: bool) -> None:
 def _copied(value: Any, p: Tensor, what: str) -> Any:
     """What is not ours, as it is, with tensors on the parameter's device."""
     if isinstance(value, Tensor):
-        return value.detach().to(p.device).clone()
+        return value.detach() if value.is_meta else value.detach().to(p.device).clone()
     if type(value) in (list, tuple):
         return type(value)(_copied(x, p, what) for x in value)
     if type(value) is dict:

@@ -5,8 +5,7 @@ the angular multiplier kappa; `averaging` is how much the newest weights count i
 """
 
 from collections.abc import Callable
-from math import atan, cos, degrees, pi
-from sys import float_info
+from math import atan, cos, degrees, isfinite, pi
 from typing import Any, overload
 
 from torch import Tensor
@@ -45,12 +44,11 @@ def cosine(step: int, total_steps: int, warmup_steps: int = 0, floor: float = 0.
 WINDOWS = "a share of the steps above 0 and below 1, or a whole number of steps from 2 on"
 
 
-LARGEST = float_info.max
-
-
 def is_number(x: Any) -> bool:
-    """True if x is a finite number of Python's; an int beyond every float is not one."""
-    return isinstance(x, int | float) and not isinstance(x, bool) and -LARGEST <= x <= LARGEST
+    """True if x is a finite number of Python's that torch takes: of integers, those of 64 bits."""
+    if isinstance(x, int):
+        return not isinstance(x, bool) and -(2**63) <= x < 2**63
+    return isinstance(x, float) and isfinite(x)
 
 
 def is_window(x: Any) -> bool:

@@ -150,6 +150,30 @@ def test_blocks_that_do_not_add_up(values, words) -> None:
         AngularMuown([{"params": [("w", parameter(12, 6))], **values}])
 
 
+@pytest.mark.parametrize("params", [None, 3])
+def test_params_that_are_not_a_list_are_shown(params) -> None:
+    with pytest.raises(TypeError, match=f"params={params}"):
+        AngularMuown([{"params": params}])
+
+
+def test_a_tensor_that_is_not_a_leaf_is_named() -> None:
+    good, computed = parameter(4, 4), parameter(4, 4) * 2
+    with pytest.raises(ValueError, match=r"'w'.*\(4, 4\).*not a leaf"):
+        AngularMuown([("good", good), ("w", computed)])
+    with pytest.raises(ValueError, match=r"params\[1\]"):
+        AngularMuown([good, computed])
+    computed.retain_grad()  # torch takes such a one
+    AngularMuown([good, computed])
+
+
+@pytest.mark.parametrize("group", [None, 3, {}, {"lr": 0.1}, {"params": [], 5: 1}])
+def test_what_is_not_a_group_is_refused(group) -> None:
+    optimizer = AngularMuown([parameter(4, 4)])
+    with pytest.raises(TypeError, match="group"):
+        optimizer.add_param_group(group)
+    assert len(optimizer.param_groups) == 1
+
+
 def test_empty_groups_and_models() -> None:
     with pytest.raises(ValueError, match="no parameters"):
         AngularMuown([{"params": []}])

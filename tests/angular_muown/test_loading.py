@@ -282,6 +282,28 @@ def test_entries_of_the_user_survive(optimizer) -> None:
     run(opt, params, 1, start=3)
 
 
+def test_entries_of_the_user_are_copied() -> None:
+    params, opt = trained()
+    mine = {"table": torch.zeros(3), "list": [torch.zeros(2)], "like_rows": torch.zeros(6, 1)}
+    opt.state[params[0]].update(mine)
+    opt.load_state_dict(opt.state_dict())
+    for tensor in (mine["table"], mine["list"][0], mine["like_rows"]):
+        tensor.add_(1)
+    found = opt.state[params[0]]
+    assert not any(t.any() for t in (found["table"], found["list"][0], found["like_rows"]))
+
+
+def test_an_entry_with_a_name_that_the_method_needs_has_to_fit() -> None:
+    """Of the method in the state dict, and of that which the warning says how to keep."""
+    params, opt = trained()
+    opt.state[params[0]]["row_second_moment"] = torch.zeros(3)
+    saved = opt.state_dict()
+    opt.load_state_dict(saved)  # a user's, to both
+    _, other = small(row_beta=0.9)
+    with pytest.raises(ValueError, match=r"row_second_moment of parameter 'w' has shape \(3,\)"):
+        other.load_state_dict(saved)
+
+
 def test_an_entry_of_the_user_alone_leaves_the_state_fresh() -> None:
     params, opt = small()
     opt.state[params[0]]["note"] = 1

@@ -372,6 +372,13 @@ def test_a_tensor_lr_with_foreach_is_refused_when_the_group_is_made(optimizer) -
     """torch refuses it at the step, when matrices would have moved."""
     with pytest.raises(ValueError, match=r"lr=tensor\(0.0010\) with foreach=True"):
         Problem(optimizer, {"lr": torch.tensor(0.001)}, foreach=True)
+    with pytest.raises(ValueError, match="foreach=True and capturable=True"):
+        Problem(optimizer, {"capturable": True}, foreach=True)
+    plain = Problem(optimizer, {}, foreach=True)
+    saved = plain.optimizer.state_dict()
+    saved["param_groups"][1]["lr"] = torch.tensor(0.001)
+    with pytest.raises(ValueError, match=r"group 1 .*lr=tensor\(0.0010\) with foreach=True"):
+        plain.optimizer.load_state_dict(saved)
 
 
 @OVER_FAMILY
