@@ -67,8 +67,8 @@ def test_the_fused_step_is_the_float64_step(optimizer: Callable[..., Engine]) ->
     moved, opt = run(optimizer, gradients, torch.float32, fused=True)
     eager, _ = run(optimizer, gradients, torch.float32, fused=False)
     wanted, _ = run(optimizer, gradients, torch.float64, fused=True)
-    assert opt.fused is not None
-    for _, step, rest in opt.fused.steps.values():
+    assert opt._fused is not None
+    for _, step, rest in opt._fused.steps.values():
         assert step is not None
         assert step.graph is not None
         assert not rest

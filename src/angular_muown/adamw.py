@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
 
 def init_state(p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
     if "step" in state:
@@ -19,8 +21,8 @@ def init_state(p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
     # want it on the device.
     device = p.device if group.get("fused") or group["capturable"] else "cpu"
     state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-    state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-    state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+    for name in MOMENTS:
+        state[name] = torch.zeros_like(p, memory_format=torch.preserve_format)
 
 
 def update(
@@ -29,11 +31,12 @@ def update(
     beta1, beta2 = group["betas"]
     grads = [p.grad for p in params if p.grad is not None]
     assert len(grads) == len(params), "the engine passes parameters with gradients"
+    exp_avgs, exp_avg_sqs = ([state[name] for state in states] for name in MOMENTS)
     adamw(
         list(params),
         grads,
-        [state["exp_avg"] for state in states],
-        [state["exp_avg_sq"] for state in states],
+        exp_avgs,
+        exp_avg_sqs,
         [],
         [state["step"] for state in states],
         foreach=group.get("foreach"),

@@ -29,7 +29,7 @@ HOW = (
 )
 
 
-SETTINGS = (*(key for key in RULES if key not in OWN), "step", "base_lr")  # equal on all ranks
+SETTINGS = tuple(key for key in RULES if key not in (*OWN, "averaged"))  # equal on all ranks
 
 
 class Report(NamedTuple):

@@ -34,23 +34,13 @@ def _clocks(group: Group) -> tuple[str, ...]:
 OWN = ("capturable", "workspace", "wire_dtype", "average")
 
 
-def adapt(group: Group, own: Group, state: dict[Tensor, Any]) -> None:
-    """A loaded group and its counters, for the settings that the group had before."""
-    was_capturable = group["capturable"]
-    group.update(own)
-    if was_capturable and not group["capturable"]:
-        group["lr"] = float(group["lr"])
-        group["step"], group["averaged"] = int(group["step"]), int(group["averaged"])
-    if group["average"] is None:
-        group["averaged"] = 0
-    to_device(group)
-    fused = group["algorithm"] == "adamw" and group.get("fused")
-    for p in group["params"]:
-        if p in state:
-            device = p.device if group["capturable"] or fused else "cpu"
-            state[p]["step"] = state[p]["step"].to(device)
-            if group["average"] is None:
-                state[p].pop("average", None)
+def adapted(saved: Group, own: Group) -> Group:
+    """A saved group with the settings of the group whose place it takes, its clocks on the host."""
+    group = {**saved, **{key: own[key] for key in OWN}}
+    lr = group["lr"]
+    if saved["capturable"] is True and not group["capturable"] and isinstance(lr, Tensor):
+        group["lr"] = lr.item() if lr.numel() == 1 else lr
+    return group
 
 
 def is_recording() -> bool:

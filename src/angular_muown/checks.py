@@ -3,7 +3,7 @@ shows the value and says what would be right."""
 
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
-from math import isfinite
+from math import inf, isfinite
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from angular_muown.foreign import FSDP1, is_a, what_flattened
+from angular_muown.groups import plain_value
 from angular_muown.layout import VIEWS, Layout
-from angular_muown.schedules import WINDOWS, is_window
+from angular_muown.schedules import WINDOWS, is_number, is_window
 from angular_muown.stages.orthogonalize import ORTHOGONALIZERS
 from angular_muown.stages.radius import RADII
 from angular_muown.stages.scale import SCALES
@@ -21,23 +22,27 @@ from angular_muown.stages.tangent import TANGENT
 ALGORITHMS = ("matrix", "adamw")
 WRITE_BACKS = ("stochastic", "master")
 CONSTRUCTOR_KEYS = ("preset", "process_group")  # one value for all groups
-FOREIGN_KEYS = ("params", "param_names", "fused", "foreach", "initial_lr", "max_lr", "min_lr")
+FOREIGN_KEYS = (
+    *("params", "param_names", "base_lr", "fused", "foreach"),
+    *("initial_lr", "max_lr", "min_lr"),
+)
 WIRE_DTYPES = (None, "float32", "float64", "bfloat16")  # float16 would lose small entries
-STATE_DTYPES = (None, "float32", "float64", "bfloat16", "float16")
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and isfinite(x)
+# nor float16, whose range ends at 6e-8 and 65,504: gradients leave it, and momentum with them
+STATE_DTYPES = (None, "float32", "float64", "bfloat16")
 
 
 def _is_rate(x: Any) -> bool:
     if isinstance(x, Tensor):
-        return x.numel() == 1 and _is_rate(x.item())
-    return _is_number(x) and x >= 0
+        return x.numel() == 1 and not x.is_meta and _is_rate(x.item())
+    return is_number(x) and x >= 0
 
 
 def _is_fraction(x: Any) -> bool:
-    return _is_number(x) and 0 <= x < 1
+    return is_number(x) and 0 <= x < 1
+
+
+def is_count(x: Any) -> bool:
+    return is_number(x) and isinstance(x, int) and x >= 0
 
 
 def _is_bool(x: Any) -> bool:
@@ -46,18 +51,22 @@ def _is_bool(x: Any) -> bool:
 
 def _is_cut(x: Any) -> bool:
     if isinstance(x, list | tuple):
-        return all(isinstance(size, int) for size in x) and len(x) > 0
-    return x is None or (isinstance(x, int) and not isinstance(x, bool) and x >= 1)
+        return all(map(is_count, x)) and len(x) > 0
+    return x is None or (is_count(x) and x >= 1)
 
 
 def _one_of(names: Any) -> tuple[Callable[[Any], bool], str]:
-    return (lambda x: x in tuple(names)), "one of " + ", ".join(map(repr, names))
+    known = tuple(names)  # of strings and None: others may not compare
+    return (lambda x: isinstance(x, str | None) and x in known), (
+        "one of " + ", ".join(map(repr, names))
+    )
 
 
 _RATE = (_is_rate, "a finite number >= 0")
 _FRACTION = (_is_fraction, "a number in [0, 1)")
 _BOOL = (_is_bool, "True or False")
-_COUNT = (lambda x: _is_number(x) and isinstance(x, int) and x >= 0, "a whole number >= 0")
+_COUNT = (is_count, "an integer >= 0")
+_FLAG = (lambda x: x is None or _is_bool(x), "None, True or False")
 _CUT = (_is_cut, "None, a number of equal blocks >= 1, or a list of block sizes")
 
 RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -81,7 +90,7 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "weight_decay": _RATE,
     "maximize": _BOOL,
     "capturable": _BOOL,
-    "workspace": (lambda x: _is_number(x) and x > 0, "a number > 0: 0.25 for a quarter"),
+    "workspace": (lambda x: is_number(x) and x > 0, "a number > 0: 0.25 for a quarter"),
     "average": (lambda x: x is None or is_window(x), f"None, {WINDOWS}"),
     "scale": _one_of(SCALES),
     "orthogonalize": _one_of((*ORTHOGONALIZERS, TANGENT)),
@@ -94,6 +103,11 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "transposed": _BOOL,
     "blocks": _CUT,
     "column_blocks": _CUT,
+    "step": _COUNT,
+    "averaged": _COUNT,
+    "base_lr": _RATE,
+    "fused": _FLAG,
+    "foreach": _FLAG,
 }
 
 
@@ -104,35 +118,77 @@ def check_no_model(params: Any, family: str) -> None:
 
 def check_keys(group: Mapping[str, Any], defaults: Mapping[str, Any], family: str) -> None:
     """Frameworks keep keys of their own in groups; a slip of the pen would be one of those."""
+    if not isinstance(group, dict) or "params" not in group:
+        raise TypeError(f"a param group must be a dict with the key 'params', not {group!r}")
     for key in group:
+        if not isinstance(key, str):
+            raise TypeError(f"the key {key!r} in a group is not a string")
         if key in CONSTRUCTOR_KEYS:
             raise ValueError(
                 f"{key}={group[key]!r} in a group: it is an argument of the constructor, one value "
                 "for all groups"
             )
-        if key in RULES and key not in defaults:
+        if key in RULES and key not in (*defaults, *FOREIGN_KEYS):
             raise ValueError(f"{key}={group[key]!r}: {family} has no {key}")
         if key not in defaults and key not in FOREIGN_KEYS:
             for near in get_close_matches(key, defaults, n=1, cutoff=0.85):
                 raise ValueError(f"{key}={group[key]!r} is no option: did you mean {near}?")
 
 
+def listed(params: Any) -> Any:
+    """A group's parameters, which may come from a generator; torch says what else they may be."""
+    if isinstance(params, Tensor | set):
+        return params
+    if not isinstance(params, Iterable):
+        raise TypeError(f"params={params!r} in a group: it must be a list of parameters")
+    found = list(params)
+    for i, entry in enumerate(found):
+        name, p = entry if isinstance(entry, tuple) and len(entry) == 2 else (f"params[{i}]", entry)
+        if isinstance(p, Tensor) and not (p.is_leaf or p.retains_grad):
+            raise ValueError(
+                f"parameter {name!r} (shape {tuple(p.shape)}) is the result of a computation, not "
+                "a leaf: pass the tensor that it was computed from, or p.detach()"
+            )
+    return found
+
+
 def check_values(group: Mapping[str, Any]) -> None:
     for key, (is_valid, wanted) in RULES.items():
         if key in group and not is_valid(group[key]):
             raise ValueError(f"{key}={group[key]!r} is not valid: it must be {wanted}")
-    matrices = group["algorithm"] == "matrix"
-    if matrices and group.get("radius_lr") is not None and float(group["lr"]) == 0:
+    if group.get("fused") and group.get("foreach"):
+        raise ValueError("fused=True with foreach=True: choose one of torch's implementations")
+    if group["algorithm"] == "matrix":
+        _check_combinations(group)
+
+
+def check_foreach(group: Mapping[str, Any]) -> None:
+    """What torch's AdamW would refuse at the step, after others have moved."""
+    if group["algorithm"] != "adamw" or not group.get("foreach"):
+        return
+    recorded = group["capturable"] and all(p.is_cuda for p in group["params"])
+    if not recorded and (group["capturable"] or isinstance(group["lr"], Tensor)):
         raise ValueError(
-            f"radius_lr={group['radius_lr']!r} with lr=0: radius_lr is scheduled in proportion to "
-            "lr, so lr must start above 0"
+            f"lr={group['lr']!r} with foreach=True and capturable={group['capturable']}: torch's "
+            "foreach takes a tensor only with capturable=True and on a GPU; use a plain number, or "
+            "leave out foreach"
         )
-    if matrices and group.get("orthogonalize") == TANGENT and "tangent_steps" not in group:
+
+
+def _check_combinations(group: Mapping[str, Any]) -> None:
+    """Values of a group of matrices that are valid by themselves."""
+    start = "base_lr" if "base_lr" in group else "lr"  # a schedule may have brought lr to 0 since
+    if group.get("radius_lr") is not None and float(group[start]) == 0:
+        raise ValueError(
+            f"radius_lr={group['radius_lr']!r} with {start}={group[start]!r}: radius_lr is "
+            "scheduled in proportion to lr, so lr must start above 0"
+        )
+    if group.get("orthogonalize") == TANGENT and "tangent_steps" not in group:
         raise ValueError(
             f"orthogonalize={TANGENT!r} is for AngularMuown alone: choose one of "
             + ", ".join(map(repr, ORTHOGONALIZERS))
         )
-    if matrices and group.get("exact_angle"):
+    if group.get("exact_angle"):
         for key, allowed in (("scale", ("fan_ratio", "none")), ("row_beta", (None,))):
             if group[key] not in allowed:
                 raise ValueError(
@@ -247,3 +303,77 @@ def with_gradient(group: Mapping[str, Any], index: int) -> list[Tensor]:
             )
         found.append(p)
     return found
+
+
+def check_clock(group: Mapping[str, Any], index: int) -> None:
+    """The numbers of a group that every step reads, and that users and schedulers write. A tensor
+    on the device is not waited for."""
+    for key in ("step", "averaged"):
+        value = group.get(key)
+        if type(value) is not int or value < 0:
+            _check_number(group, index, key, _is_clock, "an integer >= 0")
+    if type(group.get("lr")) is not float or not isfinite(group["lr"]):
+        _check_number(group, index, "lr", _is_finite, "a finite number or a tensor with one")
+    if group.get("radius_lr") is not None and group["algorithm"] == "matrix":
+        base = group.get("base_lr")
+        if type(base) is not float or not 0 < base < inf:
+            wanted = "the lr that radius_lr is given for, a number above 0"
+            _check_number(group, index, "base_lr", lambda x: is_number(x) and x > 0, wanted)
+
+
+def _is_clock(x: Any) -> bool:
+    if isinstance(x, Tensor):
+        return x.numel() == 1 and x.dtype in (torch.int64, torch.int32)
+    return is_count(plain_value(x))
+
+
+def _is_finite(x: Any) -> bool:
+    return x.numel() == 1 if isinstance(x, Tensor) else is_number(plain_value(x))
+
+
+def _check_number(
+    group: Mapping[str, Any], index: int, key: str, is_valid: Callable[[Any], bool], wanted: str
+) -> None:
+    if key not in group:
+        raise ValueError(f"group {index} has no {key}: it must be {wanted}")
+    if not is_valid(group[key]):
+        raise ValueError(
+            f"group {index} has {key}={group[key]!r}, which is not valid: it must be {wanted}"
+        )
+
+
+def check_fit(
+    groups: Mapping[int, Mapping[str, Any]],
+    params: Iterable[Tensor],
+    states: Iterable[Mapping[str, Any]],
+) -> None:
+    """The state fits the parameters of these groups, which may have been cast or moved since. Once
+    for every parameter and step: it is short for the host."""
+    adam = next(iter(groups.values()))["algorithm"] == "adamw"
+    name = "exp_avg" if adam else "momentum_buffer"
+    for p, state in zip(params, states, strict=True):
+        value = state.get(name)
+        if value is None or value.device != p.device or (adam and value.dtype is not p.dtype):
+            _refuse_state(groups, p, name, value)
+
+
+def _refuse_state(
+    groups: Mapping[int, Mapping[str, Any]], p: Tensor, name: str, value: Tensor | None
+) -> None:
+    names = (
+        own
+        for i, group in groups.items()
+        for q, own in zip(group["params"], parameter_names(group, i), strict=True)
+        if q is p
+    )
+    label = f"parameter {next(names)!r}"
+    if value is None:
+        raise ValueError(
+            f"the state of {label} has no {name}: put it back, or start with fresh state, "
+            "optimizer.state.clear()"
+        )
+    raise ValueError(
+        f"{label} is {p.dtype} on {p.device}, but its {name} is {value.dtype} on {value.device}: "
+        "after casting or moving the model, bring the state along by "
+        "optimizer.load_state_dict(optimizer.state_dict())"
+    )

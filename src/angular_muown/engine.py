@@ -14,10 +14,10 @@ from torch import Tensor
 from torch._compile import _disable_dynamo  # imports dynamo at the first call, not with us
 
 from angular_muown import adamw, average, capture, checks
-from angular_muown.groups import ENGINE_DEFAULTS, alike, plainly, rates
+from angular_muown.groups import ENGINE_DEFAULTS, alike, plain_values, plainly, rates
 from angular_muown.kernels.dispatch import runs_on
 from angular_muown.layout import Layout
-from angular_muown.loading import load_keeping_dtypes
+from angular_muown.loading import load_checked
 from angular_muown.placement import has_ranks, is_sharded
 from angular_muown.recipe import Equation, Observer, Recipe, finish
 from angular_muown.stages.charts import row_signs, surely_none
@@ -95,14 +95,15 @@ class Engine(torch.optim.Optimizer):
     """Base of the family. A member gives defaults and `recipe(group)`, nothing else."""
 
     observers: tuple[Observer, ...] = ()  # set on an instance by AngleMonitor, never saved
-    fused: "FusedGroups | None" = None  # made at the first step on a GPU, never saved
-    exchanges: "Exchanges | None" = None  # made at the first step, never saved
+    # underscores: torch leaves attributes out of copies and pickles
+    _fused: "FusedGroups | None" = None  # made at the first step on a GPU
+    _session: "Exchanges | None" = None  # made at the first step that ranks share
     process_group: Any = None
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self.process_group = checks.check_process_group(defaults.pop("process_group", None))
         checks.check_no_model(params, type(self).__name__)
-        super().__init__(params, {**ENGINE_DEFAULTS, **defaults})
+        super().__init__(params, {**ENGINE_DEFAULTS, **plain_values(defaults)})
 
     def recipe(self, group: dict[str, Any]) -> Recipe:
         """What this member does with the matrices of a group, at the group's current step."""
@@ -112,6 +113,7 @@ class Engine(torch.optim.Optimizer):
         """Checks everything before the group is added: an error leaves the optimizer as it was."""
         checks.check_keys(param_group, self.defaults, type(self).__name__)
         param_group = plainly(param_group, self.defaults, type(self))
+        param_group["params"] = checks.listed(param_group["params"])
         group = {**self.defaults, **param_group}
         checks.check_values(group)
         param_group.setdefault("base_lr", float(group["lr"]))
@@ -119,7 +121,7 @@ class Engine(torch.optim.Optimizer):
         self.release()
         try:
             self._check_parameters(len(self.param_groups) - 1)
-        except ValueError:
+        except Exception:
             self.param_groups.pop()
             raise
         capture.to_device(self.param_groups[-1])
@@ -128,6 +130,7 @@ class Engine(torch.optim.Optimizer):
         group = self.param_groups[index]
         if not group["params"]:
             raise ValueError(f"group {index} has no parameters: leave it out")
+        checks.check_foreach(group)
         for p, name in zip(group["params"], checks.parameter_names(group, index), strict=True):
             checks.check_parameter(p, name, group)
 
@@ -145,29 +148,43 @@ class Engine(torch.optim.Optimizer):
     def _advance(self) -> None:
         """Check what can be checked, then move the weights, and the clocks last: so that an error
         leaves everything as it was."""
+        with self._failing_together():
+            if self._move():
+                average.update(self.param_groups, self.state)
+
+    def _move(self) -> bool:
+        """The step itself; whether it was one."""
         groups = self.param_groups
         if capture.is_recording():
             capture.check(groups, self.state)
+        for i, group in enumerate(groups):
+            checks.check_clock(group, i)
+        active = [checks.with_gradient(group, i) for i, group in enumerate(groups)]
+        rehearsal = not self.state and moves_nothing(groups, active)
         batches = [self._batch(indices) for indices in alike(groups)]
+        for batch in batches:
+            self._open(batch, [p for i in batch.indices for p in active[i]])
+        if rehearsal:
+            return False
         works = [work for batch in batches for work in batch.works]
-        with self._failing_together(works):
-            active = [checks.with_gradient(group, i) for i, group in enumerate(groups)]
-            rehearsal = not self.state and moves_nothing(groups, active)
-            for batch in batches:
-                self._open(batch, [p for i in batch.indices for p in active[i]])
-            if rehearsal:
-                return
-            counting = self._counting(active, works)
-            if works:
-                self._exchanges.check(works, observed=bool(self.observers))
-            counters = [c for batch in batches for c in self._advance_batch(batch)]
-            counters += self._advance_shared(works)
+        counting = self._counting(active, works)
+        if works:
+            self._exchanges.check(works, observed=bool(self.observers))
+        counters = [c for batch in batches for c in self._advance_batch(batch)]
+        counters += self._advance_shared(works)
         if counters:
             torch._foreach_add_(counters, 1)
         for group, counts in zip(groups, counting, strict=True):
             group["step"] += counts
-        if any(counting):
-            average.update(groups, self.state)
+        return any(counting)
+
+    @staticmethod
+    def _failing_together() -> AbstractContextManager[None]:
+        if not has_ranks():
+            return nullcontext()
+        from angular_muown.wire import failing_together
+
+        return failing_together()
 
     def _batch(self, indices: list[int]) -> "Batch":
         """Groups that are stepped as one, with their parameters whose step ranks share."""
@@ -175,13 +192,6 @@ class Engine(torch.optim.Optimizer):
         recipe = self.recipe(group) if group["algorithm"] == "matrix" else None
         works = [work for i in indices for work in self._shared(i, recipe)] if recipe else []
         return Batch(indices, group, recipe, works)
-
-    def _failing_together(self, works: "Sequence[Work]") -> AbstractContextManager[None]:
-        if not works:
-            return nullcontext()
-        from angular_muown.wire import failing_together
-
-        return failing_together(dict.fromkeys(work.spread.everyone.ranks for work in works))
 
     def _counting(self, active: list[list[Tensor]], works: "Sequence[Work]") -> list[bool]:
         """Groups whose clock counts this step: those with a gradient on any rank. Where ranks share
@@ -210,6 +220,7 @@ class Engine(torch.optim.Optimizer):
             owned = (p for i in batch.indices for p in self.param_groups[i]["params"])
             taking = [p for p in owned if p in elsewhere or has_state(p)]
         states = made_states(self.state, taking, batch.group, batch.recipe)
+        checks.check_fit({i: self.param_groups[i] for i in batch.indices}, taking, states)
         batch.params, batch.states = params, picked(states, taking, params)
 
     def _advance_batch(self, batch: "Batch") -> list[Tensor]:
@@ -229,11 +240,11 @@ class Engine(torch.optim.Optimizer):
 
     @property
     def _exchanges(self) -> "Exchanges":
-        if self.exchanges is None:
+        if self._session is None:
             from angular_muown.sharing import Exchanges
 
-            self.exchanges = Exchanges()
-        return self.exchanges
+            self._session = Exchanges()
+        return self._session
 
     def _advance_matrices(self, batch: "Batch", recipe: Recipe) -> list[Tensor]:
         layout = Layout.of(batch.group)
@@ -262,12 +273,12 @@ class Engine(torch.optim.Optimizer):
         """Step by kernels what they cover, and return the rest."""
         if not runs_on(batch.params[0].device):
             return batch.params
-        if self.fused is None:
+        if self._fused is None:
             from angular_muown.kernels.groups import FusedGroups  # imports Triton
 
-            self.fused = FusedGroups.of(self.param_groups)
+            self._fused = FusedGroups.of(self.param_groups)
         both = rates(batch.group, torch.float32)
-        return self.fused.advance(
+        return self._fused.advance(
             batch.indices[0], batch.params, batch.states, batch.group, recipe, both, self.observers
         )
 
@@ -279,10 +290,11 @@ class Engine(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Like every torch optimizer, takes over the groups' values from the state dict; where
         that changes the method or kappa, a warning shows both values. State of another member,
-        algorithm or cut is refused. State keeps the dtypes it was saved in."""
+        algorithm or cut is refused, and so is one with entries that are missing or damaged; then
+        nothing has changed. Matrices' state keeps the dtypes it was saved in, AdamW's takes those
+        of the weights."""
         average.check_outside(self.param_groups, "load_state_dict()")
-        self.release()
-        load_keeping_dtypes(self, super().load_state_dict, state_dict)
+        load_checked(self, super().load_state_dict, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         """As torch's, which leaves out what is not saved; whom to share with stays the same."""
@@ -290,9 +302,12 @@ class Engine(torch.optim.Optimizer):
         return {**super().__getstate__(), "process_group": self.process_group}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Values that a saved group does not have, because it is older, are the defaults."""
+        """Values that a saved group does not have, because it is older, are the defaults. torch
+        adds its own, `differentiable`; distributed checkpoints need the keys to stay the same."""
         super().__setstate__(state)
+        self.defaults.pop("differentiable", None)
         for group in self.param_groups:
+            group.pop("differentiable", None)
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
 
@@ -306,4 +321,4 @@ class Engine(torch.optim.Optimizer):
 
     def release(self) -> None:
         """Free work buffers, recorded launches and plans; the next step makes new ones."""
-        self.fused = self.exchanges = None
+        self._fused = self._session = None

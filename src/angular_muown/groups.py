@@ -1,6 +1,7 @@
 """Param groups: the engine's defaults, and the numbers of a step that follow from a group."""
 
 from collections.abc import Sequence
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -31,11 +32,32 @@ def plainly(group: Group, defaults: Group, kind: type) -> Group:
     member's name goes along, so that another's state is recognised; a subclass of the user's counts
     as its parent."""
     members = (parent.__name__ for parent in kind.__mro__ if parent.__module__ in HOMES)
-    group = {**group, "family": next(members, kind.__name__)}
+    group = {**plain_values(group), "family": next(members, kind.__name__)}
     dtype = group.get("state_dtype", defaults["state_dtype"])
     if isinstance(dtype, torch.dtype):
         group["state_dtype"] = str(dtype).removeprefix("torch.")
     return group
+
+
+def plain_values(group: Group) -> Group:
+    """The same values with Python's own numbers: `torch.load(weights_only=True)` reads no others,
+    such as NumPy's."""
+    return {k: v if k in ("params", "param_names") else plain_value(v) for k, v in group.items()}
+
+
+def plain_value(value: Any) -> Any:
+    """A number of any library's as Python's own, also inside of lists; other things as they are."""
+    if type(value) in (list, tuple):
+        return type(value)(plain_value(x) for x in value)
+    if isinstance(value, bool | str | Tensor):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        return value.item()  # its bool, which is not a number, and arrays of one
+    return value
 
 
 def arguments(local_names: Group) -> Group:

@@ -44,10 +44,15 @@ def cosine(step: int, total_steps: int, warmup_steps: int = 0, floor: float = 0.
 WINDOWS = "a share of the steps above 0 and below 1, or a whole number of steps from 2 on"
 
 
+def is_number(x: Any) -> bool:
+    """True if x is a finite number of Python's that torch takes: of integers, those of 64 bits."""
+    if isinstance(x, int):
+        return not isinstance(x, bool) and -(2**63) <= x < 2**63
+    return isinstance(x, float) and isfinite(x)
+
+
 def is_window(x: Any) -> bool:
-    if not isinstance(x, int | float) or isinstance(x, bool) or not isfinite(x):
-        return False
-    return 0 < x < 1 or (x >= 2 and x == int(x))
+    return is_number(x) and (0 < x < 1 or (x >= 2 and x == int(x)))
 
 
 def averaging(window: float) -> Callable[[Any], Any]:

@@ -4,10 +4,10 @@ A rank that fails leaves the others in a collective that nobody ends before its 
 leaves a message in the job's store, and ranks that wait on the CPU look there every now and then.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 from angular_muown.spread import Team
 
 LOOK_EVERY = timedelta(seconds=1)
-_numbers: Counter[tuple[int, ...]] = Counter()  # steps begun with the same ranks
-_watched: list[str] = []  # keys of the step that is under way
+_step = count(1)  # of this process; ranks that share work step together, so theirs are the same
+_watched: list[str] = []  # the key of the step that is under way
 
 
 class PeerError(RuntimeError):
@@ -27,17 +27,11 @@ class PeerError(RuntimeError):
 
 
 @contextmanager
-def failing_together(teams: Iterable[tuple[int, ...]]) -> Iterator[None]:
-    """Inside, an error on one rank of a team ends the step on all of them.
-
-    Steps are numbered, so that an error that was handled does not end a later one. Ranks of a team
-    step together, so their numbers are the same.
-    """
-    keys = []
-    for ranks in teams:
-        _numbers[ranks] += 1
-        keys.append(f"angular_muown/{'-'.join(map(str, ranks))}/{_numbers[ranks]}")
-    _watched.extend(keys)
+def failing_together() -> Iterator[None]:
+    """Inside, an error on one rank ends the step on all of them. Steps are numbered, so that an
+    error that was handled does not end a later one."""
+    key = f"angular_muown/step {next(_step)}"
+    _watched.append(key)
     try:
         yield
     except PeerError:
@@ -46,11 +40,10 @@ def failing_together(teams: Iterable[tuple[int, ...]]) -> Iterator[None]:
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         what = f"{type(error).__name__}: {error}{notes}"
         message = f"rank {dist.get_rank()} failed in its step: {what}"
-        for key in keys:
-            _get_default_store().set(key, message)
+        _get_default_store().set(key, message)
         raise
     finally:
-        del _watched[len(_watched) - len(keys) :]
+        _watched.remove(key)
 
 
 def _look() -> None:

@@ -2,7 +2,9 @@
 
 import math
 import re
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -10,6 +12,7 @@ from torch import nn
 from angular_muown import AngularMuown, Muon, plan
 from angular_muown.engine import Engine
 from tests.angular_muown.family import FAMILY, noise, parameter, run
+from tests.angular_muown.test_state import through_a_file
 
 NAN, INF = math.nan, math.inf
 
@@ -147,6 +150,30 @@ def test_blocks_that_do_not_add_up(values, words) -> None:
         AngularMuown([{"params": [("w", parameter(12, 6))], **values}])
 
 
+@pytest.mark.parametrize("params", [None, 3])
+def test_params_that_are_not_a_list_are_shown(params) -> None:
+    with pytest.raises(TypeError, match=f"params={params}"):
+        AngularMuown([{"params": params}])
+
+
+def test_a_tensor_that_is_not_a_leaf_is_named() -> None:
+    good, computed = parameter(4, 4), parameter(4, 4) * 2
+    with pytest.raises(ValueError, match=r"'w'.*\(4, 4\).*not a leaf"):
+        AngularMuown([("good", good), ("w", computed)])
+    with pytest.raises(ValueError, match=r"params\[1\]"):
+        AngularMuown([good, computed])
+    computed.retain_grad()  # torch takes such a one
+    AngularMuown([good, computed])
+
+
+@pytest.mark.parametrize("group", [None, 3, {}, {"lr": 0.1}, {"params": [], 5: 1}])
+def test_what_is_not_a_group_is_refused(group) -> None:
+    optimizer = AngularMuown([parameter(4, 4)])
+    with pytest.raises(TypeError, match="group"):
+        optimizer.add_param_group(group)
+    assert len(optimizer.param_groups) == 1
+
+
 def test_empty_groups_and_models() -> None:
     with pytest.raises(ValueError, match="no parameters"):
         AngularMuown([{"params": []}])
@@ -223,7 +250,7 @@ def test_state_of_another_shape_is_refused() -> None:
     a, b = parameter(4, 6), parameter(6, 4)
     opt = AngularMuown([("w", a)])
     run(opt, [a], 1)
-    with pytest.raises(ValueError, match=r"of parameter w has shape \(4, .*\(6, 4\)"):
+    with pytest.raises(ValueError, match=r"of parameter 'w' has shape \(4, .*\(6, 4\)"):
         AngularMuown([("w", b)]).load_state_dict(opt.state_dict())
 
 
@@ -232,3 +259,46 @@ def test_the_engine_alone_is_no_optimizer() -> None:
     opt.param_groups[0]["params"][0].grad = noise(3, 3, seed=1)
     with pytest.raises(TypeError, match="member of the family"):
         opt.step()
+
+
+NUMPY: dict[str, Any] = {
+    "lr": np.float32(0.02),
+    "momentum": np.float64(0.9),
+    "betas": (np.float32(0.9), np.float64(0.95)),
+    "warmup_steps": np.int64(3),
+    "decay_scale": np.float16(0.5),
+    "nesterov": np.bool_(False),
+    "average": np.int32(5),
+    "radius_lr": np.array(0.01),
+    "blocks": np.int64(2),
+}
+
+
+@pytest.mark.parametrize("where", ["argument", "group"])
+def test_numpy_scalars_are_numbers(where) -> None:
+    ends = []
+    for values in (NUMPY, {k: np.asarray(v).tolist() for k, v in NUMPY.items()}):
+        p = parameter(4, 6)
+        inside = values if where == "group" else {"blocks": values["blocks"]}
+        given = {} if where == "group" else {k: v for k, v in values.items() if k != "blocks"}
+        opt = AngularMuown([{"params": [p], **inside}], **given)
+        run(opt, [p], 3)
+        saved = through_a_file(opt.state_dict())["param_groups"][0]
+        for key in NUMPY:
+            numbers = saved[key] if key == "betas" else [saved[key]]
+            assert all(type(x) in (int, float, bool) for x in numbers), key
+        ends.append(p.detach())
+    assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("key", ["eps", "lr", "warmup_steps", "average", "workspace"])
+def test_numbers_beyond_every_float_are_refused(key) -> None:
+    with pytest.raises(ValueError, match=f"{key}=10"):
+        AngularMuown([parameter(4, 6)], **{key: 10**400})
+
+
+@pytest.mark.parametrize("dtype", ["float16", torch.float16])
+def test_momentum_in_float16_is_refused(dtype: Any) -> None:
+    """Gradients of 1e-9 would be zeros in it, and gradients of 1e5 infinite."""
+    with pytest.raises(ValueError, match="state_dtype='float16' is not valid: .*'bfloat16'"):
+        AngularMuown([parameter(4, 3)], state_dtype=dtype)

@@ -219,8 +219,8 @@ def test_chunks_through_a_small_buffer_are_the_same_to_the_bit() -> None:
     ends: list[list[Tensor]] = []
     for workspace, chunks in ((1e-9, 6), (10.0, 4)):
         end, opt = after_a_step(NorMuown, gradients, workspace=workspace)
-        assert opt.fused is not None
-        step = opt.fused.steps[0][1]
+        assert opt._fused is not None
+        step = opt._fused.steps[0][1]
         assert step is not None
         assert len(step.chunks) == chunks
         ends.append(end)

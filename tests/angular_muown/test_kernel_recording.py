@@ -23,8 +23,8 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @contextmanager
 def recording(opt: AngularMuown) -> Iterator[None]:
-    assert opt.fused is not None
-    _, fused, _ = opt.fused.steps[0]
+    assert opt._fused is not None
+    _, fused, _ = opt._fused.steps[0]
     if fused is not None:
         fused.spares = [torch.empty_like(fused.known.fixed, pin_memory=torch.cuda.is_available())]
     with pytest.MonkeyPatch.context() as patch:
@@ -48,8 +48,8 @@ def test_steps_after_a_replay_use_their_own_gradients() -> None:
     with recording(opt):
         p.grad = graphs_gradient
         opt.step()
-    assert opt.fused is not None
-    _, fused, _ = opt.fused.steps[0]
+    assert opt._fused is not None
+    _, fused, _ = opt._fused.steps[0]
     assert fused is not None
     p.grad = own
     opt.step()
@@ -79,26 +79,26 @@ def test_what_a_graph_reads_outlives_the_step_that_made_it() -> None:
     p, opt = start()
     with recording(opt):
         opt.step()
-    assert opt.fused is not None
-    _, fused, _ = opt.fused.steps[0]
+    assert opt._fused is not None
+    _, fused, _ = opt._fused.steps[0]
     p.data = p.data.clone()
     opt.step()
-    assert opt.fused.steps[0][1] is not fused
-    assert fused in opt.fused.kept
+    assert opt._fused.steps[0][1] is not fused
+    assert fused in opt._fused.kept
 
 
 @pytest.mark.parametrize("recorded", [False, True])
 def test_a_buffer_that_grew_stays_only_for_graphs(recorded: bool) -> None:
     p, opt = start()
-    assert opt.fused is not None
+    assert opt._fused is not None
     if recorded:
         with recording(opt):
             opt.step()
-    fused, (before,) = opt.fused, opt.fused.work.values()
+    fused, (before,) = opt._fused, opt._fused.work.values()
     larger = parameter(256, 272, dtype=torch.float32)
     larger.grad = noise(256, 272, seed=2).float()
     opt.add_param_group({"params": [larger]})
-    opt.fused = fused  # what the new group would have released
+    opt._fused = fused  # what the new group would have released
     opt.step()
     assert fused.work[p.device] is not before
     assert any(kept is before for kept in fused.kept) == recorded
@@ -157,8 +157,8 @@ def test_row_state_in_another_dtype_is_left_to_the_eager_path() -> None:
     p, opt = start()
     opt.state[p]["exp_avg"] = opt.state[p]["exp_avg"].bfloat16()
     opt.step()
-    assert opt.fused is not None
-    _, fused, rest = opt.fused.steps[0]
+    assert opt._fused is not None
+    _, fused, rest = opt._fused.steps[0]
     assert fused is None
     assert rest == [p]
 

@@ -59,8 +59,8 @@ def test_lanes_have_equal_shares_and_every_matrix_one_place(
             p.grad = noise(*p.shape, seed=i).float()
         opt = AngularMuown(params, workspace=2.0)
         opt.step()
-    assert opt.fused is not None
-    _, step, _ = opt.fused.steps[0]
+    assert opt._fused is not None
+    _, step, _ = opt._fused.steps[0]
     assert step is not None
     loads = [0.0] * step.room.lanes
     seen: set[tuple[int, int]] = set()

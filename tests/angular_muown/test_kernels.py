@@ -68,8 +68,8 @@ def advance(
 
 
 def assert_fused(opt: Engine) -> None:
-    assert opt.fused is not None
-    for _, step, rest in opt.fused.steps.values():
+    assert opt._fused is not None
+    for _, step, rest in opt._fused.steps.values():
         assert step is not None
         assert not rest
 
@@ -198,8 +198,8 @@ def test_what_the_kernels_do_not_cover_is_stepped_beside_them() -> None:
         with kernels(on):
             advance(opt, params, 2)
         if on:
-            assert opt.fused is not None
-            rest = opt.fused.steps[0][2]
+            assert opt._fused is not None
+            rest = opt._fused.steps[0][2]
             assert [any(p is q for q in rest) for p in params] == [0, 0, 1, 0, 1, 1]
         ends.append(params)
     for p, q, W in zip(*ends, make(), strict=True):

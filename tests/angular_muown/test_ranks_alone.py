@@ -43,7 +43,7 @@ def stepped(member: Any, device: str, exchanged: bool) -> list[torch.Tensor]:
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("default")
     sharing.spread_of, sharing.holders_of_copies = own, holders
-    assert bool(optimizer.exchanges and optimizer.exchanges.known) == exchanged
+    assert bool(optimizer._session and optimizer._session.known) == exchanged
     return [p.detach().cpu() for p in params]
 
 
