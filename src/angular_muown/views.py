@@ -67,8 +67,10 @@ class Stack:
         self.compute = torch.promote_types(self.pieces[0].W.dtype, torch.float32)
 
     def _gather(self, parts: Sequence[Tensor]) -> Tensor:
-        """One part is not copied: a step writes nothing before its end."""
-        return (torch.cat(tuple(parts)) if len(parts) > 1 else parts[0]).to(self.compute)
+        """One part is copied only where it is not contiguous: a step writes nothing before its end,
+        and sums along other strides would round otherwise."""
+        X = torch.cat(tuple(parts)) if len(parts) > 1 else parts[0].contiguous()
+        return X.to(self.compute)
 
     @property
     def shape(self) -> tuple[int, int]:

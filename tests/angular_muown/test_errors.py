@@ -300,5 +300,5 @@ def test_numbers_beyond_every_float_are_refused(key) -> None:
 @pytest.mark.parametrize("dtype", ["float16", torch.float16])
 def test_momentum_in_float16_is_refused(dtype: Any) -> None:
     """Gradients of 1e-9 would be zeros in it, and gradients of 1e5 infinite."""
-    with pytest.raises(ValueError, match="state_dtype='float16' is not valid: .*'bfloat16'"):
+    with pytest.raises(ValueError, match=r"state_dtype='float16' is not valid: .*'bfloat16'"):
         AngularMuown([parameter(4, 3)], state_dtype=dtype)
