@@ -148,6 +148,7 @@ EXPERIMENTS: dict[str, Callable[[str], Experiment]] = {
     "rivals": beyond.rivals,
     "schedules": beyond.schedules,
     "one-pass": one_pass.one_pass,
+    "one-pass-long": one_pass.one_pass_long,
 }
 
 

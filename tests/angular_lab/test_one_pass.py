@@ -7,7 +7,7 @@ import pytest
 
 from angular_lab.experiment_plan import SCALES
 from angular_lab.experiments import experiment
-from angular_lab.one_pass import GRIDS, SCHEDULES, STEPS
+from angular_lab.one_pass import GRIDS, SCHEDULES, STEPS, WHOLE
 from angular_lab.spec import Spec
 
 SPECS = {line.label: line.spec for line in experiment("one-pass", "s").lines}
@@ -18,7 +18,7 @@ def test_every_method_has_every_schedule_and_a_grid_in_even_ratios() -> None:
     methods = {method for method, _ in pairs}
     assert len(methods) == 9
     assert sorted(pairs) == sorted((m, s) for m in methods for s in SCHEDULES)
-    for _, _, (low, middle, high) in GRIDS:
+    for _, _, (low, middle, high) in (*GRIDS, *WHOLE):
         assert low < middle < high
         assert isclose(middle / low, high / middle, rel_tol=0.05)
 
@@ -53,3 +53,11 @@ def test_horizons_are_quarters_and_each_ends_with_an_evaluation(scale: str) -> N
     plan = experiment("one-pass", scale)
     assert plan.horizons == (quarter,)
     assert {line.spec.eval_every for line in plan.lines} == {quarter}
+
+
+def test_all_of_the_text_differs_from_a_quarter_in_its_length_and_rates_alone() -> None:
+    plan = experiment("one-pass-long", "s")
+    assert plan.horizons == STEPS["s"][-1:]
+    assert len(plan.seeds) == 4
+    assert all(line.spec == SPECS[line.label] for line in plan.lines)
+    assert {method for method, _, _ in WHOLE} == {method for method, _, _ in GRIDS}
