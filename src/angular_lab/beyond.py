@@ -106,6 +106,8 @@ def average(scale: str) -> Experiment:
 
 
 DECOUPLED = "magnitude_direction"
+GAINS_RATE = 4e-3  # of its rows and columns
+FALLING = 0.95  # share of the steps in which a rate falls that falls to the end
 # A rival's step turns a matrix by its rate. Muon's weight decay brings its angle to 0.0063 at its
 # best rate of scale s: the best of a rival should lie near that.
 RELATIVE = (5e-3, 1e-2, 2e-2)
@@ -114,11 +116,11 @@ RELATIVE = (5e-3, 1e-2, 2e-2)
 def _falling(scale: str) -> Spec:
     """With a rate that falls linearly to the end, instead of a cool-down."""
     spec = base(scale)
-    return replace(spec, schedule=replace(spec.schedule, decay=0.95))
+    return replace(spec, schedule=replace(spec.schedule, decay=FALLING))
 
 
 def _decoupled(spec: Spec) -> Spec:
-    return trained_by(spec, DECOUPLED, radius_lr=4e-3)
+    return trained_by(spec, DECOUPLED, radius_lr=GAINS_RATE)
 
 
 def _decoupled_falling(scale: str) -> Line:

@@ -43,7 +43,7 @@ def listing(only: str = "") -> str:
     """Of all scales, or of one."""
     rate, source = rate_here()
     rows = [
-        f"{'experiment':11} {'scale':6} {'runs':>5} {'tokens':>9} {'FLOP':>9} {'time here':>14}"
+        f"{'experiment':13} {'scale':6} {'runs':>5} {'tokens':>9} {'FLOP':>9} {'time here':>14}"
     ]
     for name in EXPERIMENTS:
         for scale in (only,) if only else SCALES:
@@ -51,7 +51,7 @@ def listing(only: str = "") -> str:
             runs, tokens, operations = cost(plan)
             time = duration(operations / rate)
             rows.append(
-                f"{name:11} {scale:6} {runs:5} {tokens:9.2e} {operations:9.2e} {time:>14}"
+                f"{name:13} {scale:6} {runs:5} {tokens:9.2e} {operations:9.2e} {time:>14}"
                 f"  {plan.title}"
             )
     rows.append(f"time on this machine at {rate / 1e12:.3g} TFLOP/s ({source})")

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from angular_lab import ablations, beyond, paper
+from angular_lab import ablations, beyond, one_pass, paper
 from angular_lab.experiment_plan import (
     HORIZONS,
     LONGER,
@@ -147,6 +147,8 @@ EXPERIMENTS: dict[str, Callable[[str], Experiment]] = {
     "average": beyond.average,
     "rivals": beyond.rivals,
     "schedules": beyond.schedules,
+    "one-pass": one_pass.one_pass,
+    "one-pass-long": one_pass.one_pass_long,
 }
 
 
