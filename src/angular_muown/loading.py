@@ -181,7 +181,6 @@ def _complete(optimizer: Loads, index: int, saved: Group) -> Group:
     own = optimizer.param_groups[index]
     start = {key: own[key] for key in ("base_lr",) if key in own}
     group = {**optimizer.defaults, **start, **_copy_of(saved, index)}
-    group.pop("differentiable", None)  # torch's, in state dicts of earlier versions
     for key in CLOCKS:
         if isinstance(group[key], Tensor):
             group[key] = _integer(group[key], group[key])

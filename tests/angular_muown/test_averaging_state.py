@@ -118,6 +118,7 @@ def test_averages_that_nobody_keeps_are_left_out_aloud() -> None:
     assert caught[0].filename == __file__, "the warning points at the caller"
     assert all(group["average"] is None for group in fresh.param_groups)
     assert all("average" not in state for state in fresh.state.values())
+    assert all(group["averaged"] == 0 for group in fresh.param_groups)
     assert len(fresh.state) == len(optimizer.state)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -184,6 +185,7 @@ REFUSED: list[tuple[str, Callable[[StateDict], Any], str]] = [
     ("momentum int", entry("momentum_buffer", torch.ones(6, 4).int()), "momentum_buffer.*int32"),
     ("momentum shape", entry("momentum_buffer", torch.ones(4, 6)), r"'w' has shape \(4, 6\)"),
     ("momentum sparse", entry("momentum_buffer", torch.eye(6)[:, :4].to_sparse()), "'w'.*sparse"),
+    ("momentum meta", entry("momentum_buffer", torch.ones(6, 4, device="meta")), "'w'.*meta"),
     ("momentum nan", entry("momentum_buffer", torch.full((6, 4), NAN)), "momentum_buffer.*'w'"),
     ("moment shape", entry("exp_avg", torch.ones(5), 1), r"'b' has shape \(5,\)"),
     ("second moment < 0", entry("exp_avg_sq", -torch.ones(4), 1), "exp_avg_sq.*'b'.*negative"),
@@ -313,13 +315,25 @@ def test_an_entry_of_the_user_alone_leaves_the_state_fresh() -> None:
     assert opt.state[params[0]]["step"] == 1
 
 
-def test_a_refused_load_keeps_work_buffers() -> None:
-    """A recorded graph reads from them."""
+def test_work_buffers_go_with_the_state_that_they_were_made_for() -> None:
+    """A recorded graph reads from them: a load that is refused keeps them."""
     _, opt = trained()
     opt._fused = kept = object()  # type: ignore[assignment]
     with pytest.raises(ValueError, match="param_groups"):
         opt.load_state_dict({"state": {}, "param_groups": []})
     assert opt._fused is kept
+    opt.load_state_dict(opt.state_dict())
+    assert opt._fused is None
+
+
+def test_numpy_scalars_in_a_state_dict_become_numbers() -> None:
+    _, opt = trained()
+    saved = opt.state_dict()
+    for group in saved["param_groups"]:
+        group.update(lr=np.float64(0.5), betas=(np.float32(0.5), 0.25), step=np.int64(7))
+    opt.load_state_dict(saved)
+    for group in through_a_file(opt.state_dict())["param_groups"]:
+        assert_equal((group["lr"], group["betas"], group["step"]), (0.5, (0.5, 0.25), 7))
 
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
