@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from angular_lab.average import Averages
 from angular_lab.ranks import Ranks
+from angular_lab.rundir import PREFIX
 
-PREFIX = "step_"
 # What the index of a checkpoint consists of, and nothing else.
 INDEX_MODULES = (
     "torch.distributed.checkpoint.metadata",
@@ -70,8 +70,11 @@ def save(
             dcp.save(content, checkpoint_id=temporary, no_dist=ranks.world == 1)
     except (Exception, dcp.api.CheckpointException) as error:  # the latter is no Exception
         shutil.rmtree(temporary, ignore_errors=True)
+        cause = _cause(error)
+        if isinstance(cause, KeyboardInterrupt):  # torch wraps it like an error
+            raise cause from None
         raise OSError(
-            f"checkpoint of step {step} could not be written to {folder}: {_cause(error)}; the "
+            f"checkpoint of step {step} could not be written to {folder}: {cause}; the "
             f"last good one is step {max(steps(folder), default='none')}"
         ) from None
     if ranks.first:

@@ -1,10 +1,13 @@
 """The command angular-lab: prepare, train, branch, trunk, sweep, theory, show, sample, export, ...
 
-Exit codes: 0 done, 2 bad input, 3 loss not finite, 4 a worker process died, 75 stopped (saved:
-run again, with --resume auto where it is a single run).
+Exit codes: 0 done, 2 bad input, 3 loss not finite, 4 a worker process died, 75 stopped by SIGTERM,
+Ctrl-C or the end of its time (saved: run again, with --resume auto where it is a single run), 130
+interrupted by a second Ctrl-C (not saved).
 """
 
 import argparse
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -12,13 +15,21 @@ from pathlib import Path
 
 from angular_lab.experiment_commands import add_experiments
 from angular_lab.overrides import count, override
-from angular_lab.preemption import PREEMPTED, WORKER_DIED, Preempted, WorkerDied
+from angular_lab.preemption import (
+    INTERRUPTED,
+    PREEMPTED,
+    WORKER_DIED,
+    Preempted,
+    Sigterm,
+    WorkerDied,
+)
 from angular_lab.rank_commands import add_ranks
 from angular_lab.recipes import RECIPES, recipe
 from angular_lab.spec import Spec
 
 BAD_INPUT, NOT_FINITE = 2, 3
 AVERAGE = "an average that the run keeps, instead of its weights"
+STOPPING = "stopping: saves after this step; press Ctrl-C again to leave at once without saving\n"
 
 
 def default_folder(spec: Spec) -> Path:
@@ -26,12 +37,20 @@ def default_folder(spec: Spec) -> Path:
     return Path("runs") / f"{spec.recipe}-{o.name}-lr{o.lr:g}-seed{spec.seed}"
 
 
+def _is_first_rank() -> bool:
+    """From torchrun's environment, without importing torch."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def _say(folder: Path) -> None:
     """Where a run lies; of many ranks, from one."""
-    from angular_lab.ranks import rank
-
-    if rank() == 0:
+    if _is_first_rank():
         print(folder)
+
+
+def _stoppable() -> Sigterm:
+    """The context of a command that trains: SIGTERM and the first Ctrl-C save and exit."""
+    return Sigterm(signal.SIGINT, notice=STOPPING if _is_first_rank() else "")
 
 
 def train(arguments: argparse.Namespace) -> None:
@@ -39,7 +58,8 @@ def train(arguments: argparse.Namespace) -> None:
 
     spec = override(recipe(arguments.recipe), arguments.overrides)
     out = arguments.out or default_folder(spec)
-    run(spec, out, resume=arguments.resume == "auto", device=arguments.device)
+    with _stoppable():
+        run(spec, out, resume=arguments.resume == "auto", device=arguments.device)
     _say(out)
 
 
@@ -53,7 +73,8 @@ def branch(arguments: argparse.Namespace) -> None:
     out = arguments.out or parent.with_name(
         f"{parent.name}-at{arguments.at}-decay{arguments.decay}"
     )
-    run(spec, out, resume=arguments.resume == "auto", device=arguments.device)
+    with _stoppable():
+        run(spec, out, resume=arguments.resume == "auto", device=arguments.device)
     _say(out)
 
 
@@ -72,11 +93,12 @@ def trunk(arguments: argparse.Namespace) -> None:
         default_folder(spec).name + "-trunk"
     )
     models = Models()  # one for all: compiled once, branch points in memory
-    run(spec, out, True, arguments.device, models=models)
-    for at, length in branches:
-        folder = out.with_name(f"{out.name}-to{at + length}")
-        run(branch_spec(RunDir(out), at, length), folder, True, arguments.device, models=models)
-        _say(folder)
+    with _stoppable():
+        run(spec, out, True, arguments.device, models=models)
+        for at, length in branches:
+            folder = out.with_name(f"{out.name}-to{at + length}")
+            run(branch_spec(RunDir(out), at, length), folder, True, arguments.device, models=models)
+            _say(folder)
 
 
 def show(arguments: argparse.Namespace) -> None:
@@ -222,23 +244,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized: {' '.join(strange)}")
     if settings:  # key=value may also stand behind an option
         arguments.overrides = [*arguments.overrides, *settings]
-    from angular_lab.health import NotFinite
-    from angular_lab.ranks import stop_ranks
+    return _run(arguments)
 
+
+def _run(arguments: argparse.Namespace) -> int:
+    """Run the command and return its exit code."""
     try:
-        arguments.function(arguments)
+        return _attempt(arguments)
     except Preempted as stopped:
-        print(f"stopped: {stopped}", file=sys.stderr)
+        _report(f"stopped: {stopped}")
         return PREEMPTED
-    except NotFinite as error:
-        print(f"error: {error}", file=sys.stderr)
-        return NOT_FINITE
     except WorkerDied as error:
         print(f"error: {error}", file=sys.stderr)
         return WORKER_DIED
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
+    except KeyboardInterrupt as interrupt:
+        _report(": ".join(["interrupted", *interrupt.args]))
+        return INTERRUPTED
+
+
+def _attempt(arguments: argparse.Namespace) -> int:
+    from angular_lab.health import NotFinite  # slow: it imports torch
+    from angular_lab.ranks import stop_ranks
+
+    try:
+        arguments.function(arguments)
+    except NotFinite as error:
+        print(f"error: {error}", file=sys.stderr)
+        return NOT_FINITE
     finally:
         stop_ranks()
     return 0
+
+
+def _report(text: str) -> None:
+    """Print what is the same on all ranks, once."""
+    if _is_first_rank():
+        print(text, file=sys.stderr)

@@ -9,8 +9,10 @@ import torch
 
 import angular_muown
 from angular_lab import build, checkpoint
+from angular_lab.health import NotFinite
 from angular_lab.manifest import Manifest
 from angular_lab.overrides import keys
+from angular_lab.preemption import PREEMPTED, Preempted
 from angular_lab.prepare import prepare_stdlib, stdlib_place
 from angular_lab.ranks import Ranks, start_ranks
 from angular_lab.rundir import RunDir, base_versions
@@ -73,11 +75,28 @@ def train(
         if ranks.first and not started:  # and only now: a spec that cannot run leaves no run
             run.write_spec(spec, versions(ranks), fingerprint(data))
         _restore(trainer)
-        trainer.train()
+        _take_steps(trainer)
         return run
     finally:
         if mine:
             run.release()
+
+
+def _take_steps(trainer: Trainer) -> None:
+    """Train, and leave a record in the run folder if the run ends before its last step."""
+    run, first = trainer.run, trainer.ranks.first
+    if first:
+        run.clear_records()
+    try:
+        trainer.train()
+    except Preempted:
+        if first:
+            run.record_stop(PREEMPTED, trainer.step)
+        raise
+    except NotFinite as error:
+        if first:
+            run.record_divergence(str(error))
+        raise
 
 
 def fingerprint(data: Path) -> str:

@@ -14,7 +14,7 @@ from angular_lab.build import Models
 from angular_lab.experiment_plan import Experiment, Line
 from angular_lab.health import NotFinite
 from angular_lab.overrides import keys, override
-from angular_lab.rundir import DIVERGED, RunDir, write_atomically
+from angular_lab.rundir import DIVERGED, RunDir
 from angular_lab.runs import branch_spec, train, trunk_spec
 from angular_lab.spec import Spec
 
@@ -168,7 +168,7 @@ def run_entry(
             train(spec, run if folder == entry.folder else folder, True, device, until, models)
     except NotFinite as error:  # a rate too high is a result, not a failure of the sweep
         place = folder if folder == entry.longer_end else entry.folder
-        write_atomically(place / DIVERGED, f"{error}\n")
+        RunDir(place).record_divergence(str(error))
         print(f"{place.name} diverged: {error}", file=sys.stderr)
 
 
