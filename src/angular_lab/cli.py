@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from angular_lab.experiment_commands import add_experiments
 from angular_lab.overrides import count, override
@@ -48,6 +49,23 @@ def _say(folder: Path) -> None:
         print(folder)
 
 
+def _resume(text: str) -> str | int:
+    if text in ("auto", "never"):
+        return text
+    try:
+        return count(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: write auto, never or a step") from None
+
+
+def _resumption(chosen: str | int) -> dict[str, Any]:
+    """What `--resume` means for `runs.train`."""
+    return {
+        "resume": chosen != "never",
+        "resume_step": chosen if isinstance(chosen, int) else None,
+    }
+
+
 def _stoppable() -> Sigterm:
     """The context of a command that trains: SIGTERM and the first Ctrl-C save and exit."""
     return Sigterm(signal.SIGINT, notice=STOPPING if _is_first_rank() else "")
@@ -59,7 +77,7 @@ def train(arguments: argparse.Namespace) -> None:
     spec = override(recipe(arguments.recipe), arguments.overrides)
     out = arguments.out or default_folder(spec)
     with _stoppable():
-        run(spec, out, resume=arguments.resume == "auto", device=arguments.device)
+        run(spec, out, device=arguments.device, **_resumption(arguments.resume))
     _say(out)
 
 
@@ -74,7 +92,7 @@ def branch(arguments: argparse.Namespace) -> None:
         f"{parent.name}-at{arguments.at}-decay{arguments.decay}"
     )
     with _stoppable():
-        run(spec, out, resume=arguments.resume == "auto", device=arguments.device)
+        run(spec, out, device=arguments.device, **_resumption(arguments.resume))
     _say(out)
 
 
@@ -114,7 +132,7 @@ def sample(arguments: argparse.Namespace) -> None:
     from angular_lab.runs import data_folder
     from angular_lab.sample import generate, load_run, tokenizer_of
 
-    model = load_run(arguments.run, average=arguments.average)
+    model = load_run(arguments.run, average=arguments.average, step=arguments.step)
     spec = RunDir(arguments.run).read_spec()
     tokenizer = tokenizer_of(data_folder(spec, Ranks(0, 1, next(model.parameters()).device)))
     given = given_of(arguments, "length", "temperature", "seed")
@@ -128,7 +146,7 @@ def export(arguments: argparse.Namespace) -> None:
     from angular_lab.runs import data_place
     from angular_lab.sample import load_run, tokenizer_of
 
-    model = load_run(arguments.run, average=arguments.average)
+    model = load_run(arguments.run, average=arguments.average, step=arguments.step)
     spec = RunDir(arguments.run).read_spec()
     data = data_place(spec)
     tokenizer = tokenizer_of(data) if (data / TOKENIZER).exists() else None
@@ -182,9 +200,11 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--temperature", type=float)
     sub.add_argument("--seed", type=int)
     sub.add_argument("--average", type=float, help=AVERAGE)
+    sub.add_argument("--step", type=count, help="a checkpoint's step; default: the newest")
     sub = add("export", export, "weights in the layout of Hugging Face transformers", "run")
     sub.add_argument("--out", type=Path, required=True)
     sub.add_argument("--average", type=float, help=AVERAGE)
+    sub.add_argument("--step", type=count, help="a checkpoint's step; default: the newest")
     sub = add("export-speedrun", speedrun, "one script for the speedrun's optimization track")
     sub.add_argument("--out", type=Path, required=True)
     _add_prepare(add("prepare", prepare, "text to token shards"))
@@ -207,7 +227,10 @@ def _add_runs(add: Callable[..., argparse.ArgumentParser]) -> None:
         sub.add_argument("overrides", nargs="*", metavar="key=value")
         sub.add_argument("--out", type=Path, help="run folder")
         if name != "trunk":
-            sub.add_argument("--resume", choices=["auto", "never"], default="never")
+            sub.add_argument(
+                "--resume", type=_resume, default="never", metavar="auto|never|STEP",
+                help="continue from the newest checkpoint, or from that of a step",
+            )  # fmt: skip
         sub.add_argument("--device", default="", help="cpu or cuda; default: what there is")
         if name == "branch":
             sub.add_argument("--at", type=count, required=True, help="step to start from")

@@ -2,10 +2,12 @@
 
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,14 @@ class Ranks:
         flags = torch.tensor(float(flag))
         dist.all_reduce(flags, group=self.hosts)
         return bool(flags.item())
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, in their order, on every rank."""
+        if self.world == 1:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value, group=self.hosts)
+        return values
 
     def barrier(self) -> None:
         if self.world > 1:

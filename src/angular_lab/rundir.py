@@ -171,6 +171,10 @@ class RunDir:
         for name in (STOPPED, DIVERGED):
             (self.path / name).unlink(missing_ok=True)
 
+    def reopen(self) -> None:
+        """The run takes steps again, also if it was finished."""
+        (self.path / "DONE").unlink(missing_ok=True)
+
     def finish(self) -> None:
         self.sync_metrics()
         write_atomically(self.path / "DONE", "")

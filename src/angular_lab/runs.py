@@ -20,6 +20,9 @@ from angular_lab.spec import Spec
 from angular_lab.trainer import Trainer
 
 STDLIB, STDLIB_FOLDER = "stdlib", Path("data/stdlib")
+# What to do about a damaged checkpoint.
+RESUME_AT = "continue with --resume {}; trunk and sweep do so once the damaged folder is removed"
+BRANCH_AT = "branch with --at {}"
 
 
 def data_place(spec: Spec) -> Path:
@@ -49,8 +52,10 @@ def train(
     device: str = "",
     until: float = inf,
     models: build.Models | None = None,
+    resume_step: int | None = None,
 ) -> RunDir:
-    """Run a spec in a folder. With `resume`, go on where it stopped; a finished run returns.
+    """Run a spec in a folder. With `resume`, continue where it stopped; a finished run returns.
+    With `resume_step` as well, continue from that checkpoint and replace what came after it.
     At `until`, on the monotonic clock, the run is saved and left like one that got SIGTERM.
     A folder that the caller has claimed stays claimed."""
     ranks = build.tensor_ranks(spec, start_ranks(device))
@@ -63,10 +68,12 @@ def train(
         started = run.started
         if started:
             _check_resumable(spec, run, resume)
-            if run.done:
-                if ranks.first:
-                    print(f"{run.path} is finished already", file=sys.stderr)
-                return run
+        if resume_step is not None:
+            checkpoint.find(run.checkpoints, resume_step)
+        elif started and run.done:
+            if ranks.first:
+                print(f"{run.path} is finished already", file=sys.stderr)
+            return run
         data = data_folder(spec, ranks)
         if started and run.read_data() != fingerprint(data):
             raise ValueError(f"{run.path} was started on other tokens than {data} holds now")
@@ -74,7 +81,7 @@ def train(
         ranks.barrier()  # all have looked before one writes
         if ranks.first and not started:  # and only now: a spec that cannot run leaves no run
             run.write_spec(spec, versions(ranks), fingerprint(data))
-        _restore(trainer)
+        _restore(trainer, resume_step)
         _take_steps(trainer)
         return run
     finally:
@@ -116,23 +123,38 @@ def versions(ranks: Ranks) -> dict[str, str]:
     }
 
 
-def _restore(trainer: Trainer) -> None:
-    """From the run's newest checkpoint, else from its parent's, else from the start."""
-    run, spec, ranks = trainer.run, trainer.spec, trainer.ranks
-    saved = checkpoint.steps(run.checkpoints)
-    source = checkpoint.step_folder(run.checkpoints, saved[-1]) if saved else None
-    if source is None and spec.parent:
-        source = checkpoint.step_folder(_parent(run, spec).checkpoints, spec.parent_step)
-        if not source.exists():
-            raise ValueError(f"{source} is gone: {run.path} cannot start from its parent")
-    if source is not None:
-        trainer.restore(source)
-        if ranks.first:
-            print(f"{run.path}: going on after step {trainer.step}", file=sys.stderr)
+def _restore(trainer: Trainer, step: int | None) -> None:
+    """From the run's checkpoint at `step` or its newest, else from its parent's, else from the
+    start. What the run logged and saved after that step is removed."""
+    run, ranks = trainer.run, trainer.ranks
+    if checkpoint.steps(run.checkpoints):
+        _load(trainer, checkpoint.find(run.checkpoints, step), RESUME_AT)
+    elif trainer.spec.parent:
+        _load(trainer, _branch_point(run, trainer.spec), BRANCH_AT)
+    ranks.barrier()  # all have read before one removes
     if ranks.first:
+        run.reopen()
+        # Checkpoints first: a later one without its log lines would leave a gap in the log.
+        checkpoint.drop_after(run.checkpoints, trainer.step)
         run.rewind(trainer.step)
         checkpoint.clean(run.checkpoints)
     ranks.barrier()
+
+
+def _load(trainer: Trainer, source: Path, how: str) -> None:
+    try:
+        trainer.restore(source)
+    except checkpoint.DamagedError as error:
+        raise error.advise(how) from None
+    if trainer.ranks.first:
+        print(f"{trainer.run.path}: continues after step {trainer.step}", file=sys.stderr)
+
+
+def _branch_point(run: RunDir, spec: Spec) -> Path:
+    source = checkpoint.step_folder(_parent(run, spec).checkpoints, spec.parent_step)
+    if not source.exists():
+        raise ValueError(f"{source} is gone: {run.path} cannot start from its parent")
+    return source
 
 
 def _parent(run: RunDir, spec: Spec) -> RunDir:

@@ -41,13 +41,14 @@ def generate(
     return tokenizer.decode(ids[1:])
 
 
-def load_run(path: Path, device: str = "cpu", average: float | None = None) -> LanguageModel:
-    """The model of a run at its newest checkpoint; with `average`, that average of its weights."""
+def load_run(
+    path: Path, device: str = "cpu", average: float | None = None, step: int | None = None
+) -> LanguageModel:
+    """Return the model of a run at a step, by default that of its newest checkpoint; with
+    `average`, that average of its weights."""
     run = RunDir(path)
     spec = run.read_spec()
-    saved = checkpoint.steps(run.checkpoints)
-    if not saved:
-        raise ValueError(f"{path} has no checkpoint yet")
+    folder = checkpoint.find(run.checkpoints, step)
     names = {window: name for window, name in spec.averages.items() if window == average}
     if average is not None and not names:
         kept = ", ".join(map(str, spec.averages)) or "none"
@@ -57,8 +58,10 @@ def load_run(path: Path, device: str = "cpu", average: float | None = None) -> L
     model = build_model(spec.model).to(device)
     ranks = Ranks(0, 1, torch.device(device))
     averages = Averages(model, names)
-    folder = checkpoint.step_folder(run.checkpoints, saved[-1])
-    checkpoint.load(folder, model, None, ranks, averages)
+    try:
+        checkpoint.load(folder, model, None, ranks, averages)
+    except checkpoint.DamagedError as error:
+        raise error.advise("take it with --step {}") from None
     for window in names:
         averages.put(window)
     return model

@@ -352,6 +352,7 @@ def test_loading_executes_no_code(data, tmp_path) -> None:
     folder = checkpoint.step_folder(tmp_path / "run" / "checkpoints", 2)
     trap = tmp_path / "trap"
     (folder / ".metadata").write_bytes(pickle.dumps(Evil(trap)))
+    (folder / checkpoint.HASHES).unlink()  # or with hashes that match
     with pytest.raises(Exception, match="refused"):
         load_run(tmp_path / "run")
     assert not trap.exists()
