@@ -130,8 +130,9 @@ def sample(arguments: argparse.Namespace) -> None:
     from angular_lab.ranks import Ranks
     from angular_lab.rundir import RunDir
     from angular_lab.runs import data_folder
-    from angular_lab.sample import generate, load_run, tokenizer_of
+    from angular_lab.sample import check_sampling, generate, load_run, tokenizer_of
 
+    check_sampling(**given_of(arguments, "length", "temperature"))
     model = load_run(arguments.run, average=arguments.average, step=arguments.step)
     spec = RunDir(arguments.run).read_spec()
     tokenizer = tokenizer_of(data_folder(spec, Ranks(0, 1, next(model.parameters()).device)))

@@ -113,6 +113,13 @@ class RunDir:
         }
         write_atomically(self.path / SPEC, json.dumps(content, indent=2) + "\n")
 
+    def show_like(self, spec: Spec) -> None:
+        """Store the loggers and the dashboard of a resumed run's spec."""
+        stored = self.read_spec()
+        if (shown := stored.shown_like(spec)) != stored:
+            content = {**self._content(), "spec": shown.to_dict()}
+            write_atomically(self.path / SPEC, json.dumps(content, indent=2) + "\n")
+
     def read_spec(self) -> Spec:
         try:
             return Spec.from_dict(self._content()["spec"])

@@ -10,6 +10,7 @@ import torch
 import angular_muown
 from angular_lab import build, checkpoint
 from angular_lab.health import NotFinite
+from angular_lab.loggers import check_loggers
 from angular_lab.manifest import Manifest
 from angular_lab.overrides import keys
 from angular_lab.preemption import PREEMPTED, Preempted
@@ -60,33 +61,59 @@ def train(
     A folder that the caller has claimed stays claimed."""
     ranks = build.tensor_ranks(spec, start_ranks(device))
     run = out if isinstance(out, RunDir) else RunDir(out)
+    if not run.started:
+        _check_new(spec, ranks)
+    check_loggers(spec)
     mine = ranks.first and not run.claimed
     if mine:
         run.claim()
     ranks.barrier()
     try:
-        started = run.started
-        if started:
+        if run.started:
             _check_resumable(spec, run, resume)
         if resume_step is not None:
             checkpoint.find(run.checkpoints, resume_step)
-        elif started and run.done:
+        elif run.started and run.done:
             if ranks.first:
                 print(f"{run.path} is finished already", file=sys.stderr)
             return run
-        data = data_folder(spec, ranks)
-        if started and run.read_data() != fingerprint(data):
-            raise ValueError(f"{run.path} was started on other tokens than {data} holds now")
-        trainer = Trainer(spec, run, ranks, data, until, models)
+        trainer = Trainer(spec, run, ranks, _tokens(spec, run, ranks), until, models)
         ranks.barrier()  # all have looked before one writes
-        if ranks.first and not started:  # and only now: a spec that cannot run leaves no run
-            run.write_spec(spec, versions(ranks), fingerprint(data))
+        if ranks.first:  # and only now: a spec that cannot run leaves no run
+            _write_spec(trainer)
         _restore(trainer, resume_step)
         _take_steps(trainer)
         return run
     finally:
         if mine:
             run.release()
+
+
+def _check_new(spec: Spec, ranks: Ranks) -> None:
+    """Refuse what cannot become a run, before anything is written."""
+    spec.check()
+    check_place(spec)
+    if spec.tensor > 1 and ranks.world == 1:
+        raise ValueError(
+            f"tensor={spec.tensor} in one process: start it with torchrun --nproc-per-node "
+            f"{spec.tensor}, or leave tensor at 1"
+        )
+
+
+def _tokens(spec: Spec, run: RunDir, ranks: Ranks) -> Path:
+    """Return the folder of the run's tokens; a resumed run needs those that it was started on."""
+    data = data_folder(spec, ranks)
+    if run.started and run.read_data() != fingerprint(data):
+        raise ValueError(f"{run.path} was started on other tokens than {data} holds now")
+    return data
+
+
+def _write_spec(trainer: Trainer) -> None:
+    run, spec = trainer.run, trainer.spec
+    if run.started:
+        run.show_like(spec)
+    else:
+        run.write_spec(spec, versions(trainer.ranks), fingerprint(data_place(spec)))
 
 
 def _take_steps(trainer: Trainer) -> None:
@@ -168,7 +195,7 @@ def _check_resumable(spec: Spec, run: RunDir, resume: bool) -> None:
         raise ValueError(
             f"{run.path} holds a run already: add --resume auto to go on, or choose another --out"
         )
-    before = run.read_spec()
+    before = run.read_spec().shown_like(spec)
     if spec.parent and _parent(run, before).path.resolve() == _parent(run, spec).path.resolve():
         before = replace(before, parent=spec.parent)  # one folder by two names
     if before.data != spec.data and _has_tokens(run, spec):

@@ -13,6 +13,13 @@ from angular_lab.rundir import RunDir
 from angular_lab.tokenizer import Tokenizer, load_tokenizer
 
 
+def check_sampling(length: int = 0, temperature: float = 0.0) -> None:
+    """Raise ValueError if no text can be generated with these settings."""
+    for name, value in (("length", length), ("temperature", temperature)):
+        if not value >= 0:
+            raise ValueError(f"--{name} {value:g}: it must be at least 0")
+
+
 @torch.no_grad()
 def generate(
     model: LanguageModel,
@@ -24,6 +31,7 @@ def generate(
     seed: int = 0,
 ) -> str:
     """Continue the prompt by `length` tokens; the same seed gives the same text."""
+    check_sampling(length, temperature)
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     ids = [tokenizer.end_of_text, *tokenizer.encode(prompt)]

@@ -24,6 +24,7 @@ FREE = {
     "recipe", "steps", "micro_batch", "eval_every", "save_every", "keep", "pins", "log_every",
     "angle_every", "compile", "deterministic", "parallel", "loggers", "parent",
     "parent_step", "schedule.kind", "schedule.decay_steps",
+    "dashboard.project", "dashboard.entity", "dashboard.group", "dashboard.tags",
 }  # fmt: skip
 COMPARED = {key: attrgetter(key) for key in keys(Spec()) if key not in FREE}
 # What a name stands for. Trunks have another schedule in their folders, but it is the entry's that

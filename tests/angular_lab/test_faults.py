@@ -239,7 +239,7 @@ def test_a_folder_in_use_is_refused(data, tmp_path) -> None:
     with pytest.raises(ValueError, match="in use by another process"):
         train(tiny(data), tmp_path / "run")
     first.release()
-    train(tiny(data, steps=1), tmp_path / "run")
+    train(tiny(data, steps=2), tmp_path / "run")
 
 
 def test_an_existing_run_needs_resume_and_the_same_spec(data, tmp_path) -> None:
@@ -266,7 +266,7 @@ def test_vocabulary_and_data_have_to_fit(data, tmp_path) -> None:
 
 def test_an_unknown_logger(data, tmp_path) -> None:
     with pytest.raises(ValueError, match="'paper' is not one of tensorboard"):
-        train(tiny(data, steps=1, loggers="paper"), tmp_path / "run")
+        train(tiny(data, steps=2, loggers="paper"), tmp_path / "run")
 
 
 def test_tensorboard_gets_the_numbers(data, tmp_path) -> None:
