@@ -90,10 +90,12 @@ def test_a_kill_after_resuming_at_a_step_leaves_no_gap_in_the_log(
 ) -> None:
     """The next resume must not find the later checkpoint whose log lines are gone."""
     train(tiny(data, keep=9), tmp_path / "whole", device="cpu")
+    (run / "DONE").touch()
     with monkeypatch.context() as patch:
         patch.setattr("angular_lab.trainer.Trainer.train", lambda self: None)
         train(tiny(data, keep=9), run, resume=True, resume_step=4, device="cpu")
     assert checkpoint.steps(run / "checkpoints") == [4]
+    assert not RunDir(run).done
     train(tiny(data, keep=9), run, resume=True, device="cpu")
     assert lines(run) == lines(tmp_path / "whole")
 

@@ -4,6 +4,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,9 +133,35 @@ def test_a_spec_without_dashboards_is_read(data, tmp_path) -> None:
     train(spec, tmp_path / "run", resume=True, device="cpu")
 
 
-def test_tensorboard_shows_every_step_once_after_a_kill(data, tmp_path) -> None:
+def _shown(run: Path) -> list[int]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    shown = EventAccumulator(os.fspath(run), size_guidance={"scalars": 0}).Reload()
+    return [event.step for event in shown.Scalars("loss")]
+
+
+def test_tensorboard_writes_every_step_before_the_next_one(tmp_path, monkeypatch) -> None:
+    """It writes from a queue, which a kill loses, and a resumed run does not log that again."""
+    calls: list[Any] = []
+
+    class Writer:
+        def __init__(self, folder: str, purge_step: int) -> None:
+            calls.append(("purge", purge_step))
+
+        def add_scalar(self, key: str, value: float, step: int) -> None:
+            calls.append((key, step))
+
+        def flush(self) -> None:
+            calls.append("flush")
+
+    monkeypatch.setattr(loggers, "_import", lambda *_: SimpleNamespace(SummaryWriter=Writer))
+    board = loggers.TensorBoard(Spec(), RunDir(tmp_path), 4)
+    for step in (5, 6):
+        board.log(step, {"loss": 2.0})
+    assert calls == [("purge", 5), ("loss", 5), "flush", ("loss", 6), "flush"]
+
+
+def test_tensorboard_shows_every_step_once_after_a_kill(data, tmp_path) -> None:
     out, spec = tmp_path / "run", tiny(data, steps=60, save_every=5, loggers="tensorboard")
     process = start(spec, out)
     _wait_for(lambda: _progress(out) > 12, process)
@@ -142,5 +169,4 @@ def test_tensorboard_shows_every_step_once_after_a_kill(data, tmp_path) -> None:
     process.join(LIMIT)
     assert _progress(out) < 60
     train(spec, out, resume=True, device="cpu")
-    shown = EventAccumulator(os.fspath(out), size_guidance={"scalars": 0}).Reload()
-    assert [event.step for event in shown.Scalars("loss")] == list(range(1, 61))
+    assert _shown(out) == list(range(1, 61))
