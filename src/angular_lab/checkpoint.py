@@ -1,15 +1,21 @@
 """Checkpoints by torch.distributed.checkpoint: any number of ranks saves, any other number loads.
 
 Atomic: written to a temporary folder, forced to disk, renamed. A kill at any moment leaves the last
-good one. Loading executes no code: only tensors and plain values are unpickled.
+good one. hashes.json holds a hash of every file, which loading checks. Loading executes no code:
+only tensors and plain values are unpickled.
 """
 
 import copy
+import json
 import os
 import pickle
 import shutil
+import sys
 import warnings
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +26,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from angular_lab.average import Averages
 from angular_lab.ranks import Ranks
+from angular_lab.rundir import PREFIX, write_atomically
 
-PREFIX = "step_"
+HASHES = "hashes.json"
+PIECE = 16 * 2**20  # bytes; threads hash the pieces of a file side by side
+BLOCK = 2**20  # bytes that are read at a time: they stay in the processor's cache
+THREADS = min(8, os.cpu_count() or 1)
 # What the index of a checkpoint consists of, and nothing else.
 INDEX_MODULES = (
     "torch.distributed.checkpoint.metadata",
@@ -46,6 +56,17 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix(PREFIX)) for path in folder.glob(f"{PREFIX}*"))
 
 
+def find(folder: Path, step: int | None = None) -> Path:
+    """Return the checkpoint of a step, by default the newest."""
+    saved = steps(folder)
+    if not saved and step is None:
+        raise ValueError(f"{folder.parent} has no checkpoint yet")
+    if step is not None and step not in saved:
+        kept = ", ".join(map(str, saved)) or "none"
+        raise ValueError(f"{folder.parent} has no checkpoint at step {step}; it has {kept}")
+    return step_folder(folder, saved[-1] if step is None else step)
+
+
 def save(
     folder: Path,
     counters: dict[str, int],
@@ -67,11 +88,16 @@ def save(
         with warnings.catch_warnings():
             # torch tells that one process saves alone: we know
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save(content, checkpoint_id=temporary, no_dist=ranks.world == 1)
+            writer = dcp.FileSystemWriter(temporary, sync_files=False)  # _seal does
+            dcp.save(content, storage_writer=writer, no_dist=ranks.world == 1)
+        _seal(temporary, ranks)
     except (Exception, dcp.api.CheckpointException) as error:  # the latter is no Exception
         shutil.rmtree(temporary, ignore_errors=True)
+        cause = _cause(error)
+        if isinstance(cause, KeyboardInterrupt):  # torch wraps it like an error
+            raise cause from None
         raise OSError(
-            f"checkpoint of step {step} could not be written to {folder}: {_cause(error)}; the "
+            f"checkpoint of step {step} could not be written to {folder}: {cause}; the "
             f"last good one is step {max(steps(folder), default='none')}"
         ) from None
     if ranks.first:
@@ -110,7 +136,9 @@ def load(
     ranks: Ranks,
     averages: Averages | None = None,
 ) -> dict[str, int]:
-    """Into model and, where given, optimizer and averages; returns the counters."""
+    """Into model and, where given, optimizer and averages; returns the counters. Raises
+    DamagedError if a file does not match its hash."""
+    _check(path, ranks)
     optimizers = [] if optimizer is None else [optimizer]
     weights, state = get_state_dict(model, optimizers)
     content: dict[str, Any] = {"model": weights, "counters": {"step": 0, "skipped": 0}}
@@ -127,7 +155,10 @@ def load(
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(content, storage_reader=reader, planner=planner, no_dist=ranks.world == 1)
     except (Exception, dcp.api.CheckpointException) as error:
-        raise ValueError(f"checkpoint {path} cannot be loaded: {_cause(error)}") from None
+        cause = _cause(error)
+        if isinstance(cause, KeyboardInterrupt):
+            raise cause from None
+        raise ValueError(f"checkpoint {path} cannot be loaded: {cause}") from None
     set_state_dict(
         model,
         optimizers,
@@ -188,21 +219,124 @@ def _cause(error: BaseException) -> object:
     return next(iter(failures.values()))[0] if failures else error
 
 
+class DamagedError(ValueError):
+    """A checkpoint has files that do not match their hashes."""
+
+    def __init__(self, path: Path, damage: list[str], newest_good: int | None) -> None:
+        self.newest_good = newest_good
+        known = f"the newest good step is {newest_good}"
+        if newest_good is None:
+            known = f"no other checkpoint in {path.parent} has hashes that match"
+        super().__init__(f"checkpoint {path} is damaged: {', '.join(damage)}; {known}")
+
+    def advise(self, how: str) -> ValueError:
+        """Return the error with what to do; `how` has a place for the newest good step."""
+        return ValueError(
+            str(self) if self.newest_good is None else f"{self}: {how.format(self.newest_good)}"
+        )
+
+
+def _check(path: Path, ranks: Ranks) -> None:
+    if not (path / HASHES).exists():
+        if ranks.first:
+            print(f"checkpoint {path} has no hashes: loaded without a check", file=sys.stderr)
+        return
+    if not (damage := _damage(path, ranks)):
+        return
+    others = [step_folder(path.parent, step) for step in reversed(steps(path.parent))]
+    hashed = [other for other in others if other != path and (other / HASHES).exists()]
+    good = next((other for other in hashed if not _damage(other, ranks)), None)
+    raise DamagedError(path, damage, int(good.name.removeprefix(PREFIX)) if good else None)
+
+
+def _damage(path: Path, ranks: Ranks) -> list[str]:
+    """Describe the files that do not match their hashes, the same on every rank; ranks share the
+    reading."""
+    try:
+        content = json.loads((path / HASHES).read_text())
+        piece, files = content["piece"], sorted(content["files"].items())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return [f"{HASHES} cannot be read ({error})"]
+    damage = []
+    for name, expected in files[ranks.rank :: ranks.world]:
+        if not (path / name).is_file():
+            damage.append(f"{name} is missing")
+        elif digest(path / name, piece) != expected:
+            damage.append(f"{name} does not match its hash")
+    return [text for part in ranks.gather(damage) for text in part]
+
+
+def _seal(folder: Path, ranks: Ranks) -> None:
+    """Force the files to disk and write their hashes. Raises OSError on all ranks if one cannot."""
+    files: dict[str, str] = {}
+    for part in ranks.gather(_seal_own_files(folder, ranks)):
+        if isinstance(part, OSError):
+            raise part
+        files |= part
+    if ranks.first:
+        content = {"algorithm": "sha256 of the sha256 of pieces", "piece": PIECE, "files": files}
+        write_atomically(folder / HASHES, json.dumps(content, indent=1) + "\n")
+
+
+def _seal_own_files(folder: Path, ranks: Ranks) -> dict[str, str] | OSError:
+    """Hash what this rank wrote while the disk is busy with it; the first one wrote the index."""
+    own = [*folder.glob(f"__{ranks.rank}_*"), *([folder / ".metadata"] if ranks.first else [])]
+    try:
+        with ThreadPoolExecutor(1) as disk:
+            synced = disk.map(_sync, own)
+            hashes = {path.name: digest(path, PIECE) for path in own}
+            list(synced)  # raises what a sync raised
+        return hashes
+    except OSError as error:
+        return error
+
+
+def digest(path: Path, piece: int) -> str:
+    """Return the hash of the hashes of a file's pieces of `piece` bytes."""
+    starts = range(0, path.stat().st_size, piece)
+    with ThreadPoolExecutor(THREADS) as pool:
+        return sha256(b"".join(pool.map(partial(_digest_piece, path, piece), starts))).hexdigest()
+
+
+def _digest_piece(path: Path, piece: int, start: int) -> bytes:
+    hashed, block = sha256(), memoryview(bytearray(min(piece, BLOCK)))
+    with open(path, "rb", buffering=0) as file:
+        file.seek(start)
+        while piece > 0 and (size := file.readinto(block[:piece])):
+            hashed.update(block[:size])
+            piece -= size
+    return hashed.digest()
+
+
+def drop_after(folder: Path, step: int) -> None:
+    """Remove the checkpoints of later steps: the run is about to take those steps again."""
+    for later in (other for other in steps(folder) if other > step):
+        _remove(step_folder(folder, later))
+
+
 def prune(folder: Path, keep: int, pinned: tuple[int, ...]) -> None:
     """Keep the newest `keep` and the pinned ones."""
     loose = [step for step in steps(folder) if step not in pinned]
     for step in loose[: max(0, len(loose) - keep)]:
-        shutil.rmtree(step_folder(folder, step))
+        _remove(step_folder(folder, step))
+
+
+def _remove(path: Path) -> None:
+    """Renamed first, so that a kill never leaves half a checkpoint under its name."""
+    aside = path.with_name(f".removing-{path.name}")
+    os.rename(path, aside)
+    shutil.rmtree(aside)
 
 
 def clean(folder: Path) -> None:
-    """What an interrupted save left."""
-    for path in folder.glob(".saving-*"):
+    """Remove what an interrupted save or removal left."""
+    for path in (*folder.glob(".saving-*"), *folder.glob(".removing-*")):
         shutil.rmtree(path)
 
 
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Force a file or a folder to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -1,24 +1,36 @@
 """The command angular-lab: prepare, train, branch, trunk, sweep, theory, show, sample, export, ...
 
-Exit codes: 0 done, 2 bad input, 3 loss not finite, 4 a worker process died, 75 stopped (saved:
-run again, with --resume auto where it is a single run).
+Exit codes: 0 done, 2 bad input, 3 loss not finite, 4 a worker process died, 75 stopped by SIGTERM,
+Ctrl-C or the end of its time (saved: run again, with --resume auto where it is a single run), 130
+interrupted by a second Ctrl-C (not saved).
 """
 
 import argparse
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from angular_lab.experiment_commands import add_experiments
 from angular_lab.overrides import count, override
-from angular_lab.preemption import PREEMPTED, WORKER_DIED, Preempted, WorkerDied
+from angular_lab.preemption import (
+    INTERRUPTED,
+    PREEMPTED,
+    WORKER_DIED,
+    Preempted,
+    Sigterm,
+    WorkerDied,
+)
 from angular_lab.rank_commands import add_ranks
 from angular_lab.recipes import RECIPES, recipe
 from angular_lab.spec import Spec
 
 BAD_INPUT, NOT_FINITE = 2, 3
 AVERAGE = "an average that the run keeps, instead of its weights"
+STOPPING = "stopping: saves after this step; press Ctrl-C again to leave at once without saving\n"
 
 
 def default_folder(spec: Spec) -> Path:
@@ -26,12 +38,37 @@ def default_folder(spec: Spec) -> Path:
     return Path("runs") / f"{spec.recipe}-{o.name}-lr{o.lr:g}-seed{spec.seed}"
 
 
+def _is_first_rank() -> bool:
+    """From torchrun's environment, without importing torch."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def _say(folder: Path) -> None:
     """Where a run lies; of many ranks, from one."""
-    from angular_lab.ranks import rank
-
-    if rank() == 0:
+    if _is_first_rank():
         print(folder)
+
+
+def _resume(text: str) -> str | int:
+    if text in ("auto", "never"):
+        return text
+    try:
+        return count(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: write auto, never or a step") from None
+
+
+def _resumption(chosen: str | int) -> dict[str, Any]:
+    """What `--resume` means for `runs.train`."""
+    return {
+        "resume": chosen != "never",
+        "resume_step": chosen if isinstance(chosen, int) else None,
+    }
+
+
+def _stoppable() -> Sigterm:
+    """The context of a command that trains: SIGTERM and the first Ctrl-C save and exit."""
+    return Sigterm(signal.SIGINT, notice=STOPPING if _is_first_rank() else "")
 
 
 def train(arguments: argparse.Namespace) -> None:
@@ -39,7 +76,8 @@ def train(arguments: argparse.Namespace) -> None:
 
     spec = override(recipe(arguments.recipe), arguments.overrides)
     out = arguments.out or default_folder(spec)
-    run(spec, out, resume=arguments.resume == "auto", device=arguments.device)
+    with _stoppable():
+        run(spec, out, device=arguments.device, **_resumption(arguments.resume))
     _say(out)
 
 
@@ -53,7 +91,8 @@ def branch(arguments: argparse.Namespace) -> None:
     out = arguments.out or parent.with_name(
         f"{parent.name}-at{arguments.at}-decay{arguments.decay}"
     )
-    run(spec, out, resume=arguments.resume == "auto", device=arguments.device)
+    with _stoppable():
+        run(spec, out, device=arguments.device, **_resumption(arguments.resume))
     _say(out)
 
 
@@ -72,11 +111,12 @@ def trunk(arguments: argparse.Namespace) -> None:
         default_folder(spec).name + "-trunk"
     )
     models = Models()  # one for all: compiled once, branch points in memory
-    run(spec, out, True, arguments.device, models=models)
-    for at, length in branches:
-        folder = out.with_name(f"{out.name}-to{at + length}")
-        run(branch_spec(RunDir(out), at, length), folder, True, arguments.device, models=models)
-        _say(folder)
+    with _stoppable():
+        run(spec, out, True, arguments.device, models=models)
+        for at, length in branches:
+            folder = out.with_name(f"{out.name}-to{at + length}")
+            run(branch_spec(RunDir(out), at, length), folder, True, arguments.device, models=models)
+            _say(folder)
 
 
 def show(arguments: argparse.Namespace) -> None:
@@ -90,9 +130,10 @@ def sample(arguments: argparse.Namespace) -> None:
     from angular_lab.ranks import Ranks
     from angular_lab.rundir import RunDir
     from angular_lab.runs import data_folder
-    from angular_lab.sample import generate, load_run, tokenizer_of
+    from angular_lab.sample import check_sampling, generate, load_run, tokenizer_of
 
-    model = load_run(arguments.run, average=arguments.average)
+    check_sampling(**given_of(arguments, "length", "temperature"))
+    model = load_run(arguments.run, average=arguments.average, step=arguments.step)
     spec = RunDir(arguments.run).read_spec()
     tokenizer = tokenizer_of(data_folder(spec, Ranks(0, 1, next(model.parameters()).device)))
     given = given_of(arguments, "length", "temperature", "seed")
@@ -106,7 +147,7 @@ def export(arguments: argparse.Namespace) -> None:
     from angular_lab.runs import data_place
     from angular_lab.sample import load_run, tokenizer_of
 
-    model = load_run(arguments.run, average=arguments.average)
+    model = load_run(arguments.run, average=arguments.average, step=arguments.step)
     spec = RunDir(arguments.run).read_spec()
     data = data_place(spec)
     tokenizer = tokenizer_of(data) if (data / TOKENIZER).exists() else None
@@ -160,9 +201,11 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--temperature", type=float)
     sub.add_argument("--seed", type=int)
     sub.add_argument("--average", type=float, help=AVERAGE)
+    sub.add_argument("--step", type=count, help="a checkpoint's step; default: the newest")
     sub = add("export", export, "weights in the layout of Hugging Face transformers", "run")
     sub.add_argument("--out", type=Path, required=True)
     sub.add_argument("--average", type=float, help=AVERAGE)
+    sub.add_argument("--step", type=count, help="a checkpoint's step; default: the newest")
     sub = add("export-speedrun", speedrun, "one script for the speedrun's optimization track")
     sub.add_argument("--out", type=Path, required=True)
     _add_prepare(add("prepare", prepare, "text to token shards"))
@@ -185,7 +228,10 @@ def _add_runs(add: Callable[..., argparse.ArgumentParser]) -> None:
         sub.add_argument("overrides", nargs="*", metavar="key=value")
         sub.add_argument("--out", type=Path, help="run folder")
         if name != "trunk":
-            sub.add_argument("--resume", choices=["auto", "never"], default="never")
+            sub.add_argument(
+                "--resume", type=_resume, default="never", metavar="auto|never|STEP",
+                help="continue from the newest checkpoint, or from that of a step",
+            )  # fmt: skip
         sub.add_argument("--device", default="", help="cpu or cuda; default: what there is")
         if name == "branch":
             sub.add_argument("--at", type=count, required=True, help="step to start from")
@@ -222,23 +268,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized: {' '.join(strange)}")
     if settings:  # key=value may also stand behind an option
         arguments.overrides = [*arguments.overrides, *settings]
-    from angular_lab.health import NotFinite
-    from angular_lab.ranks import stop_ranks
+    return _run(arguments)
 
+
+def _run(arguments: argparse.Namespace) -> int:
+    """Run the command and return its exit code."""
     try:
-        arguments.function(arguments)
+        return _attempt(arguments)
     except Preempted as stopped:
-        print(f"stopped: {stopped}", file=sys.stderr)
+        _report(f"stopped: {stopped}")
         return PREEMPTED
-    except NotFinite as error:
-        print(f"error: {error}", file=sys.stderr)
-        return NOT_FINITE
     except WorkerDied as error:
         print(f"error: {error}", file=sys.stderr)
         return WORKER_DIED
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
+    except KeyboardInterrupt as interrupt:
+        _report(": ".join(["interrupted", *interrupt.args]))
+        return INTERRUPTED
+
+
+def _attempt(arguments: argparse.Namespace) -> int:
+    from angular_lab.health import NotFinite  # slow: it imports torch
+    from angular_lab.ranks import stop_ranks
+
+    try:
+        arguments.function(arguments)
+    except NotFinite as error:
+        print(f"error: {error}", file=sys.stderr)
+        return NOT_FINITE
     finally:
         stop_ranks()
     return 0
+
+
+def _report(text: str) -> None:
+    """Print what is the same on all ranks, once."""
+    if _is_first_rank():
+        print(text, file=sys.stderr)

@@ -31,7 +31,9 @@ PROMPT = "def "
 def demo_spec(name: str, lr: float, aux_lr: float, weight_decay: float, steps: int = 0) -> Spec:
     base = recipe("nano")
     optim = replace(base.optim, name=name, lr=lr, aux_lr=aux_lr, weight_decay=weight_decay)
-    return replace(base, optim=optim, steps=steps or base.steps)
+    steps = steps or base.steps
+    schedule = replace(base.schedule, warmup=min(base.schedule.warmup, steps))
+    return replace(base, optim=optim, steps=steps, schedule=schedule)
 
 
 def run_demo(out: Path, steps: int = 0) -> Path:

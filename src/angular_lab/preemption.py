@@ -1,10 +1,13 @@
-"""SIGTERM as a wish: finish the step, save, leave. And how a command ends that was not at fault."""
+"""Graceful shutdown: SIGTERM or Ctrl-C finishes the step, saves and exits."""
 
+import os
 import signal
 from types import FrameType
 from typing import Any
 
-PREEMPTED, WORKER_DIED = 75, 4  # exit codes
+PREEMPTED, WORKER_DIED, INTERRUPTED = 75, 4, 130  # exit codes; 130 is 128 + SIGINT
+UNSAVED = "not saved; the last checkpoint is untouched"
+TORCHRUN = "TORCHELASTIC_RUN_ID"  # torchrun sets it for the processes that it starts
 
 
 class Preempted(Exception):  # noqa: N818  (no error: the run goes on later)
@@ -17,15 +20,16 @@ class WorkerDied(Exception):  # noqa: N818
 
 class Sigterm:
     """Within the context, SIGTERM only sets `received`, and so do the signals that are given. Of
-    Ctrl-C (SIGINT) that holds for the first; the second one is a KeyboardInterrupt.
+    Ctrl-C (SIGINT) that holds for the first, which also prints `notice`; the second one raises
+    KeyboardInterrupt. Under torchrun the second one arrives as SIGTERM.
 
-    Contexts nest: a sweep has one, and each of its runs. The inner one knows what the outer one
-    received before, and tells it at its end what came too late to be seen.
+    Contexts nest: a command has one, and each of its runs. The inner one starts with what the outer
+    one received, and passes on at its end what it received itself.
     """
 
-    def __init__(self, *others: signal.Signals) -> None:
+    def __init__(self, *others: signal.Signals, notice: str = "") -> None:
         self.received = False
-        self._others = others
+        self._others, self._notice = others, notice
         self._interrupted = False
         self._before: dict[int, Any] = {}
         self._outer: Sigterm | None = None
@@ -48,11 +52,21 @@ class Sigterm:
         if self._outer is not None and self.received:
             self._outer.received = True
 
+    @property
+    def interrupted(self) -> bool:
+        """True if this context or an outer one received Ctrl-C."""
+        return self._interrupted or (self._outer is not None and self._outer.interrupted)
+
     def _note(self, _number: int, _frame: FrameType | None) -> None:
+        if self.interrupted and TORCHRUN in os.environ:
+            raise KeyboardInterrupt(UNSAVED)
         self.received = True
 
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGINT and self._interrupted:
-            raise KeyboardInterrupt
-        self._interrupted = self._interrupted or number == signal.SIGINT
-        signal.raise_signal(signal.SIGTERM)  # to the innermost context
+            raise KeyboardInterrupt(UNSAVED)
+        innermost = getattr(signal.getsignal(signal.SIGTERM), "__self__", self)
+        innermost.received = True
+        if number == signal.SIGINT:
+            self._interrupted = True
+            os.write(2, self._notice.encode())  # print() is not reentrant

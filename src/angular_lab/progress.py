@@ -37,7 +37,7 @@ class Progress:
         self.began = self.last = time.perf_counter()
         self.first_step = self.last_step = step
         if self.ranks.first:
-            self.loggers = make_loggers(self.spec, self.run)
+            self.loggers = make_loggers(self.spec, self.run, step)
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
         if not self.ranks.first:

@@ -1,11 +1,14 @@
 """The ranks of a run: one process is the case with nothing to exchange."""
 
 import os
+import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -46,16 +49,40 @@ class Ranks:
         dist.all_reduce(flags, group=self.hosts)
         return bool(flags.item())
 
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, in their order, on every rank."""
+        if self.world == 1:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value, group=self.hosts)
+        return values
+
     def barrier(self) -> None:
         if self.world > 1:
             dist.barrier()
 
 
+def choose_device(name: str = "") -> torch.device:
+    """Return the device of this rank, by default a GPU if there is one. Raises ValueError if it
+    does not exist."""
+    kind = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", kind):
+        raise ValueError(f"--device {name}: it must be cpu or cuda")
+    if kind == "cpu":
+        return torch.device(kind)
+    if not torch.cuda.is_available():
+        raise ValueError(f"--device {name}: torch finds no CUDA device here; use --device cpu")
+    local = os.environ.get("LOCAL_RANK", "0")
+    index, count = int(kind.partition(":")[2] or local), torch.cuda.device_count()
+    if index >= count:
+        what = f"--device {name}" if ":" in kind else f"LOCAL_RANK={local}"
+        raise ValueError(f"{what}: there are {count} CUDA devices here, from 0 on")
+    return torch.device("cuda", index)
+
+
 def start_ranks(device: str = "") -> Ranks:
     """From torchrun's environment; without it, one rank."""
-    world, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
-    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    chosen = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
+    world, chosen = int(os.environ.get("WORLD_SIZE", 1)), choose_device(device)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if world > 1 and not dist.is_initialized():

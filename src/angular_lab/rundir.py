@@ -5,6 +5,8 @@ metrics.jsonl    one line per logged step, deterministic: the same run writes th
 timing.jsonl     what depends on the machine's mood: seconds, tokens/s, memory
 checkpoints/     step_00001000/ ...
 DONE             when all steps are taken
+STOPPED          when a signal or the end of its time stopped it: exit code and step, as JSON
+DIVERGED         when a loss or a weight was not finite: the message
 LOCK             held by the process that trains
 """
 
@@ -21,7 +23,8 @@ from typing import IO, Any
 from angular_lab.spec import Spec
 
 SPEC = "spec.json"
-DIVERGED = "DIVERGED"  # in the folder of a sweep's run that broke down
+STOPPED, DIVERGED = "STOPPED", "DIVERGED"
+PREFIX = "step_"  # of the folder of a checkpoint
 SWEEP = "sweep.json"  # in the folder of a sweep: which run is what
 
 
@@ -48,7 +51,13 @@ class RunDir:
 
     @property
     def started(self) -> bool:
-        return (self.path / SPEC).exists()
+        """True if the folder holds a run with something to lose. A process that dies before it
+        logs or saves a step leaves a spec.json alone, and the next one replaces it."""
+        if not (self.path / SPEC).exists():
+            return False
+        logged = self.metrics_path.exists() and self.metrics_path.stat().st_size > 0
+        ended = self.done or (self.path / DIVERGED).exists()
+        return logged or ended or any(self.checkpoints.glob(f"{PREFIX}*"))
 
     def claim(self) -> None:
         if not self.try_claim():
@@ -104,6 +113,13 @@ class RunDir:
         }
         write_atomically(self.path / SPEC, json.dumps(content, indent=2) + "\n")
 
+    def show_like(self, spec: Spec) -> None:
+        """Store the loggers and the dashboard of a resumed run's spec."""
+        stored = self.read_spec()
+        if (shown := stored.shown_like(spec)) != stored:
+            content = {**self._content(), "spec": shown.to_dict()}
+            write_atomically(self.path / SPEC, json.dumps(content, indent=2) + "\n")
+
     def read_spec(self) -> Spec:
         try:
             return Spec.from_dict(self._content()["spec"])
@@ -148,6 +164,23 @@ class RunDir:
             kept = [line for line in parse_lines(path) if line["step"] <= step]
             if path.exists():
                 write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def record_stop(self, exit_code: int, step: int) -> None:
+        """Leave what a script needs to requeue the run, whatever exit code its launcher returns."""
+        content = {"exit_code": exit_code, "step": step}
+        write_atomically(self.path / STOPPED, json.dumps(content) + "\n")
+
+    def record_divergence(self, message: str) -> None:
+        write_atomically(self.path / DIVERGED, f"{message}\n")
+
+    def clear_records(self) -> None:
+        """Remove the records of how an earlier attempt ended: the run continues."""
+        for name in (STOPPED, DIVERGED):
+            (self.path / name).unlink(missing_ok=True)
+
+    def reopen(self) -> None:
+        """The run takes steps again, also if it was finished."""
+        (self.path / "DONE").unlink(missing_ok=True)
 
     def finish(self) -> None:
         self.sync_metrics()

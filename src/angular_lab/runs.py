@@ -9,8 +9,11 @@ import torch
 
 import angular_muown
 from angular_lab import build, checkpoint
+from angular_lab.health import NotFinite
+from angular_lab.loggers import check_loggers
 from angular_lab.manifest import Manifest
 from angular_lab.overrides import keys
+from angular_lab.preemption import PREEMPTED, Preempted
 from angular_lab.prepare import prepare_stdlib, stdlib_place
 from angular_lab.ranks import Ranks, start_ranks
 from angular_lab.rundir import RunDir, base_versions
@@ -18,6 +21,9 @@ from angular_lab.spec import Spec
 from angular_lab.trainer import Trainer
 
 STDLIB, STDLIB_FOLDER = "stdlib", Path("data/stdlib")
+# What to do about a damaged checkpoint.
+RESUME_AT = "continue with --resume {}; trunk and sweep do so once the damaged folder is removed"
+BRANCH_AT = "branch with --at {}"
 
 
 def data_place(spec: Spec) -> Path:
@@ -47,37 +53,84 @@ def train(
     device: str = "",
     until: float = inf,
     models: build.Models | None = None,
+    resume_step: int | None = None,
 ) -> RunDir:
-    """Run a spec in a folder. With `resume`, go on where it stopped; a finished run returns.
+    """Run a spec in a folder. With `resume`, continue where it stopped; a finished run returns.
+    With `resume_step` as well, continue from that checkpoint and replace what came after it.
     At `until`, on the monotonic clock, the run is saved and left like one that got SIGTERM.
     A folder that the caller has claimed stays claimed."""
     ranks = build.tensor_ranks(spec, start_ranks(device))
     run = out if isinstance(out, RunDir) else RunDir(out)
+    if not run.started:
+        _check_new(spec, ranks)
+    check_loggers(spec)
     mine = ranks.first and not run.claimed
     if mine:
         run.claim()
     ranks.barrier()
     try:
-        started = run.started
-        if started:
+        if run.started:
             _check_resumable(spec, run, resume)
-            if run.done:
-                if ranks.first:
-                    print(f"{run.path} is finished already", file=sys.stderr)
-                return run
-        data = data_folder(spec, ranks)
-        if started and run.read_data() != fingerprint(data):
-            raise ValueError(f"{run.path} was started on other tokens than {data} holds now")
-        trainer = Trainer(spec, run, ranks, data, until, models)
+        if resume_step is not None:
+            checkpoint.find(run.checkpoints, resume_step)
+        elif run.started and run.done:
+            if ranks.first:
+                print(f"{run.path} is finished already", file=sys.stderr)
+            return run
+        trainer = Trainer(spec, run, ranks, _tokens(spec, run, ranks), until, models)
         ranks.barrier()  # all have looked before one writes
-        if ranks.first and not started:  # and only now: a spec that cannot run leaves no run
-            run.write_spec(spec, versions(ranks), fingerprint(data))
-        _restore(trainer)
-        trainer.train()
+        if ranks.first:  # and only now: a spec that cannot run leaves no run
+            _write_spec(trainer)
+        _restore(trainer, resume_step)
+        _take_steps(trainer)
         return run
     finally:
         if mine:
             run.release()
+
+
+def _check_new(spec: Spec, ranks: Ranks) -> None:
+    """Refuse what cannot become a run, before anything is written."""
+    spec.check()
+    check_place(spec)
+    if spec.tensor > 1 and ranks.world == 1:
+        raise ValueError(
+            f"tensor={spec.tensor} in one process: start it with torchrun --nproc-per-node "
+            f"{spec.tensor}, or leave tensor at 1"
+        )
+
+
+def _tokens(spec: Spec, run: RunDir, ranks: Ranks) -> Path:
+    """Return the folder of the run's tokens; a resumed run needs those that it was started on."""
+    data = data_folder(spec, ranks)
+    if run.started and run.read_data() != fingerprint(data):
+        raise ValueError(f"{run.path} was started on other tokens than {data} holds now")
+    return data
+
+
+def _write_spec(trainer: Trainer) -> None:
+    run, spec = trainer.run, trainer.spec
+    if run.started:
+        run.show_like(spec)
+    else:
+        run.write_spec(spec, versions(trainer.ranks), fingerprint(data_place(spec)))
+
+
+def _take_steps(trainer: Trainer) -> None:
+    """Train, and leave a record in the run folder if the run ends before its last step."""
+    run, first = trainer.run, trainer.ranks.first
+    if first:
+        run.clear_records()
+    try:
+        trainer.train()
+    except Preempted:
+        if first:
+            run.record_stop(PREEMPTED, trainer.step)
+        raise
+    except NotFinite as error:
+        if first:
+            run.record_divergence(str(error))
+        raise
 
 
 def fingerprint(data: Path) -> str:
@@ -97,23 +150,38 @@ def versions(ranks: Ranks) -> dict[str, str]:
     }
 
 
-def _restore(trainer: Trainer) -> None:
-    """From the run's newest checkpoint, else from its parent's, else from the start."""
-    run, spec, ranks = trainer.run, trainer.spec, trainer.ranks
-    saved = checkpoint.steps(run.checkpoints)
-    source = checkpoint.step_folder(run.checkpoints, saved[-1]) if saved else None
-    if source is None and spec.parent:
-        source = checkpoint.step_folder(_parent(run, spec).checkpoints, spec.parent_step)
-        if not source.exists():
-            raise ValueError(f"{source} is gone: {run.path} cannot start from its parent")
-    if source is not None:
-        trainer.restore(source)
-        if ranks.first:
-            print(f"{run.path}: going on after step {trainer.step}", file=sys.stderr)
+def _restore(trainer: Trainer, step: int | None) -> None:
+    """From the run's checkpoint at `step` or its newest, else from its parent's, else from the
+    start. What the run logged and saved after that step is removed."""
+    run, ranks = trainer.run, trainer.ranks
+    if checkpoint.steps(run.checkpoints):
+        _load(trainer, checkpoint.find(run.checkpoints, step), RESUME_AT)
+    elif trainer.spec.parent:
+        _load(trainer, _branch_point(run, trainer.spec), BRANCH_AT)
+    ranks.barrier()  # all have read before one removes
     if ranks.first:
+        run.reopen()
+        # Checkpoints first: a later one without its log lines would leave a gap in the log.
+        checkpoint.drop_after(run.checkpoints, trainer.step)
         run.rewind(trainer.step)
         checkpoint.clean(run.checkpoints)
     ranks.barrier()
+
+
+def _load(trainer: Trainer, source: Path, how: str) -> None:
+    try:
+        trainer.restore(source)
+    except checkpoint.DamagedError as error:
+        raise error.advise(how) from None
+    if trainer.ranks.first:
+        print(f"{trainer.run.path}: continues after step {trainer.step}", file=sys.stderr)
+
+
+def _branch_point(run: RunDir, spec: Spec) -> Path:
+    source = checkpoint.step_folder(_parent(run, spec).checkpoints, spec.parent_step)
+    if not source.exists():
+        raise ValueError(f"{source} is gone: {run.path} cannot start from its parent")
+    return source
 
 
 def _parent(run: RunDir, spec: Spec) -> RunDir:
@@ -127,7 +195,7 @@ def _check_resumable(spec: Spec, run: RunDir, resume: bool) -> None:
         raise ValueError(
             f"{run.path} holds a run already: add --resume auto to go on, or choose another --out"
         )
-    before = run.read_spec()
+    before = run.read_spec().shown_like(spec)
     if spec.parent and _parent(run, before).path.resolve() == _parent(run, spec).path.resolve():
         before = replace(before, parent=spec.parent)  # one folder by two names
     if before.data != spec.data and _has_tokens(run, spec):

@@ -13,6 +13,13 @@ from angular_lab.rundir import RunDir
 from angular_lab.tokenizer import Tokenizer, load_tokenizer
 
 
+def check_sampling(length: int = 0, temperature: float = 0.0) -> None:
+    """Raise ValueError if no text can be generated with these settings."""
+    for name, value in (("length", length), ("temperature", temperature)):
+        if not value >= 0:
+            raise ValueError(f"--{name} {value:g}: it must be at least 0")
+
+
 @torch.no_grad()
 def generate(
     model: LanguageModel,
@@ -24,6 +31,7 @@ def generate(
     seed: int = 0,
 ) -> str:
     """Continue the prompt by `length` tokens; the same seed gives the same text."""
+    check_sampling(length, temperature)
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     ids = [tokenizer.end_of_text, *tokenizer.encode(prompt)]
@@ -41,13 +49,14 @@ def generate(
     return tokenizer.decode(ids[1:])
 
 
-def load_run(path: Path, device: str = "cpu", average: float | None = None) -> LanguageModel:
-    """The model of a run at its newest checkpoint; with `average`, that average of its weights."""
+def load_run(
+    path: Path, device: str = "cpu", average: float | None = None, step: int | None = None
+) -> LanguageModel:
+    """Return the model of a run at a step, by default that of its newest checkpoint; with
+    `average`, that average of its weights."""
     run = RunDir(path)
     spec = run.read_spec()
-    saved = checkpoint.steps(run.checkpoints)
-    if not saved:
-        raise ValueError(f"{path} has no checkpoint yet")
+    folder = checkpoint.find(run.checkpoints, step)
     names = {window: name for window, name in spec.averages.items() if window == average}
     if average is not None and not names:
         kept = ", ".join(map(str, spec.averages)) or "none"
@@ -57,8 +66,10 @@ def load_run(path: Path, device: str = "cpu", average: float | None = None) -> L
     model = build_model(spec.model).to(device)
     ranks = Ranks(0, 1, torch.device(device))
     averages = Averages(model, names)
-    folder = checkpoint.step_folder(run.checkpoints, saved[-1])
-    checkpoint.load(folder, model, None, ranks, averages)
+    try:
+        checkpoint.load(folder, model, None, ranks, averages)
+    except checkpoint.DamagedError as error:
+        raise error.advise("take it with --step {}") from None
     for window in names:
         averages.put(window)
     return model

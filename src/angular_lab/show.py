@@ -15,6 +15,7 @@ USUAL_MFU = 0.4  # of a well-fed GPU; on the CPU the rate is measured instead
 
 
 def describe(spec: Spec) -> str:
+    spec.check()
     with torch.device("meta"):
         model = build_model(spec.model)
     parameters = sum(p.numel() for p in model.parameters())

@@ -69,6 +69,16 @@ class ScheduleSpec:
     fall: float = 0.0  # c of a further (1 + c (t - warmup))^(-1) on the matrices' rate alone
 
 
+@dataclass(frozen=True)
+class DashboardSpec:
+    """Where W&B and trackio show a run. No loss depends on it, and a resumed run may change it."""
+
+    project: str = "angular-lab"
+    entity: str = ""  # wandb; "": your default
+    group: str = ""
+    tags: str = ""  # wandb; comma-separated
+
+
 def _window(text: str) -> float:
     """Steps as a whole number, which they have in names, else a share."""
     return int(text) if text.strip().isdecimal() else float(text)
@@ -113,6 +123,7 @@ class Spec:
     model: ModelSpec = field(default_factory=ModelSpec)
     optim: OptimSpec = field(default_factory=OptimSpec)
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
+    dashboard: DashboardSpec = field(default_factory=DashboardSpec)
 
     def __post_init__(self) -> None:
         choices = {
@@ -144,6 +155,29 @@ class Spec:
         if self.schedule.fall < 0:
             raise ValueError(f"schedule.fall={self.schedule.fall:g}: it must be at least 0")
 
+    def check(self) -> None:
+        """Raise ValueError if the settings cannot make a run. Not part of the construction: the
+        spec of a run that exists is read whatever it holds."""
+        s = self.schedule
+        for key, value in (
+            ("clip", self.clip),
+            ("schedule.warmup", s.warmup),
+            ("schedule.decay_steps", s.decay_steps),
+        ):
+            if not value >= 0:
+                raise ValueError(f"{key}={value:g}: it must be at least 0")
+        if not 0 <= s.decay <= 1:
+            raise ValueError(f"schedule.decay={s.decay:g}: it must be between 0 and 1")
+        if s.warmup > self.steps:
+            raise ValueError(
+                f"schedule.warmup={s.warmup}: the run has {self.steps} steps and would end before "
+                "its warm-up; lower schedule.warmup or raise steps"
+            )
+        if s.kind == "wsd" and s.decay_steps > self.steps:
+            raise ValueError(
+                f"schedule.decay_steps={s.decay_steps}: the run has {self.steps} steps; lower it"
+            )
+
     @property
     def pinned(self) -> tuple[int, ...]:
         """Steps whose checkpoints stay; the start of the cool-down is always one of them."""
@@ -166,6 +200,10 @@ class Spec:
     def tokens_per_step(self) -> int:
         return self.batch * self.model.sequence
 
+    def shown_like(self, other: "Spec") -> "Spec":
+        """Return this spec with the loggers and the dashboard of another."""
+        return replace(self, loggers=other.loggers, dashboard=other.dashboard)
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -177,4 +215,5 @@ class Spec:
             model=ModelSpec(**values["model"]),
             optim=OptimSpec(**values["optim"]),
             schedule=ScheduleSpec(**values["schedule"]),
+            dashboard=DashboardSpec(**values.get("dashboard", {})),
         )

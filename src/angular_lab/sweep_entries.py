@@ -14,7 +14,7 @@ from angular_lab.build import Models
 from angular_lab.experiment_plan import Experiment, Line
 from angular_lab.health import NotFinite
 from angular_lab.overrides import keys, override
-from angular_lab.rundir import DIVERGED, RunDir, write_atomically
+from angular_lab.rundir import DIVERGED, RunDir
 from angular_lab.runs import branch_spec, train, trunk_spec
 from angular_lab.spec import Spec
 
@@ -24,6 +24,7 @@ FREE = {
     "recipe", "steps", "micro_batch", "eval_every", "save_every", "keep", "pins", "log_every",
     "angle_every", "compile", "deterministic", "parallel", "loggers", "parent",
     "parent_step", "schedule.kind", "schedule.decay_steps",
+    "dashboard.project", "dashboard.entity", "dashboard.group", "dashboard.tags",
 }  # fmt: skip
 COMPARED = {key: attrgetter(key) for key in keys(Spec()) if key not in FREE}
 # What a name stands for. Trunks have another schedule in their folders, but it is the entry's that
@@ -168,7 +169,7 @@ def run_entry(
             train(spec, run if folder == entry.folder else folder, True, device, until, models)
     except NotFinite as error:  # a rate too high is a result, not a failure of the sweep
         place = folder if folder == entry.longer_end else entry.folder
-        write_atomically(place / DIVERGED, f"{error}\n")
+        RunDir(place).record_divergence(str(error))
         print(f"{place.name} diverged: {error}", file=sys.stderr)
 
 

@@ -23,6 +23,8 @@ from angular_lab.shards import Batches, Tokens
 from angular_lab.spec import Spec
 from angular_muown import AngleMonitor
 
+AGAIN = "run the command again to continue (train and branch: with --resume auto)"
+
 
 class Trainer:
     """A run in progress. The state of training is the weights, the optimizer's state and `step`."""
@@ -79,6 +81,8 @@ class Trainer:
         # Optimizer and monitor hold each other until it is closed; then all is free at once.
         monitor = closing(self.monitor)
         with monitor, Sigterm() as sigterm, self.progress, self.prefetch() as batches:
+            if self.ranks.any(sigterm.received):
+                raise Preempted(f"before step {self.step + 1}; {AGAIN}")
             for tokens, targets in batches:
                 loss = self.forward_backward(tokens, targets)
                 if self.is_finite(tokens, targets):
@@ -91,7 +95,7 @@ class Trainer:
                     self.save()
                 if self.ranks.any(sigterm.received or time.monotonic() >= self.until):
                     self.save_once()
-                    raise Preempted(f"saved at step {self.step}; go on with --resume auto")
+                    raise Preempted(f"saved at step {self.step}; {AGAIN}")
         self.finish()
 
     def forward_backward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -5,13 +5,13 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 
 from angular_lab import checkpoint
 from angular_lab.cli import main
-from angular_lab.experiments import experiment, planned
+from angular_lab.experiments import EXPERIMENTS, SCALES, experiment, planned
 from angular_lab.overrides import count, keys, override
 from angular_lab.recipes import RECIPES, recipe
 from angular_lab.spec import Spec
@@ -96,17 +96,41 @@ def test_recipes_lists_them(capsys) -> None:
         (["trunk", "nano", "--horizons", "2"], "a cool-down of 0.2 of 2 steps"),
         (["train", "nano", "faster"], "'faster' is no override: write key=value"),
         (["train", "nano", "data=nowhere"], "no such folder"),
+        (["train", "nano", "schedule.warmup=301"], "schedule.warmup=301: the run has 300 steps"),
+        (["train", "nano", "schedule.warmup=-1"], "schedule.warmup=-1: it must be at least 0"),
+        (["train", "nano", "schedule.decay=1.5"], "schedule.decay=1.5: it must be between 0 and 1"),
+        (["train", "nano", "schedule.decay=-1"], "schedule.decay=-1: it must be between 0 and 1"),
+        (["train", "nano", "schedule.decay=nan"], "schedule.decay=nan: it must be between 0"),
+        (
+            ["train", "nano", "schedule.decay_steps=301"],
+            "schedule.decay_steps=301: the run has",
+        ),
+        (["train", "nano", "clip=-1"], "clip=-1: it must be at least 0"),
+        (["train", "nano", "tensor=2"], "tensor=2 in one process: start it with torchrun"),
+        (["train", "nano", "--device", "gpu"], "--device gpu: it must be cpu or cuda"),
+        (["train", "nano", "--device", "mps"], "--device mps: it must be cpu or cuda"),
+        (["train", "nano", "loggers=paper"], "loggers=paper: 'paper' is not one of tensorboard"),
+        (["trunk", "nano", "--horizons", "20"], "schedule.warmup=20: the run has 16 steps"),
+        (["trunk", "nano", "--horizons", "99", "--decay", "1.5"], "a cool-down of 1.5 of 99 steps"),
+        (["show", "nano", "steps=10"], "schedule.warmup=20: the run has 10 steps"),
+        (
+            ["sample", "nowhere", "x", "--temperature", "-1"],
+            "--temperature -1: it must be at",
+        ),
+        (["sample", "nowhere", "x", "--temperature", "nan"], "--temperature nan: it must be at"),
+        (["sample", "nowhere", "x", "--length", "-1"], "--length -1: it must be at least 0"),
         (["sample", "nowhere", "x"], "no run folder"),
         (["prepare", "--tokenizer", "bytes", "--out", "x"], "either files"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments, words, capsys, tmp_path) -> None:
-    extra = ["--out", str(tmp_path / "run")] if arguments[0] in ("train", "trunk") else []
+    extra = ["--out", str(tmp_path / "all" / "run")] if arguments[0] in ("train", "trunk") else []
     assert main([*arguments, *extra]) == 2
     error = capsys.readouterr().err
     assert words in error
     assert error.startswith("error: ")
-    assert "Traceback" not in error
+    assert error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == [], "nothing is written"
 
 
 def test_settings_may_stand_behind_options(data, tmp_path, capsys) -> None:
@@ -143,6 +167,66 @@ def test_sigterm_leaves_with_code_75(data, tmp_path) -> None:
     assert process.returncode == 75
     assert "stopped: saved at step" in error
     assert len(list((out / "checkpoints").iterdir())) == 1
+
+
+@pytest.mark.parametrize(("index", "words"), [("", "torch finds no CUDA"), (":7", "no CUDA")])
+def test_cuda_where_there_is_none(index, words, data, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    out = tmp_path / "run"
+    command = ["train", "nano", f"data={data}", *SMALL, "--out", str(out)]
+    assert main([*command, "--device", f"cuda{index}"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: --device cuda{index}: ")
+    assert words in error
+    assert not out.exists()
+
+
+def test_a_cuda_device_that_is_not_there(data, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    command = ["train", "nano", f"data={data}", *SMALL, "--out", str(tmp_path / "run")]
+    assert main([*command, "--device", "cuda:2"]) == 2
+    assert "--device cuda:2: there are 2 CUDA devices here, from 0" in capsys.readouterr().err
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    assert main([*command, "--device", "cuda"]) == 2
+    assert "LOCAL_RANK=2: there are 2 CUDA devices here, from 0" in capsys.readouterr().err
+
+
+def test_tensor_ranks_of_a_run_may_become_one_process(data, tmp_path) -> None:
+    """A checkpoint continues at any number of ranks; only a new run needs them."""
+    out = str(tmp_path / "run")
+    command = ["train", "nano", f"data={data}", *SMALL, "--out", out]
+    assert main(command) == 0
+    content = json.loads((tmp_path / "run" / "spec.json").read_text())
+    content["spec"]["tensor"] = 2
+    (tmp_path / "run" / "spec.json").write_text(json.dumps(content))
+    assert main([*command, "tensor=2", "--resume", "3"]) == 0
+
+
+def test_wandb_without_a_key_is_one_line(data, tmp_path) -> None:
+    out = tmp_path / "run"
+    command = ["train", "nano", f"data={data}", *SMALL, "loggers=wandb", "--out", str(out)]
+    kept = {name: value for name, value in os.environ.items() if "WANDB" not in name}
+    environment = {**kept, "HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "angular_lab", *command],
+        env=environment, capture_output=True, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: loggers=wandb: ")
+    assert "WANDB_API_KEY" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not out.exists()
+    assert not (tmp_path / "wandb").exists()
+
+
+def test_every_planned_run_can_start() -> None:
+    for scale in SCALES:
+        for name in EXPERIMENTS:
+            plan = experiment(name, scale)
+            for line in plan.lines:
+                for horizon in plan.horizons:
+                    replace(line.spec, steps=horizon).check()
 
 
 def test_git_is_not_needed(data, tmp_path, monkeypatch) -> None:

@@ -10,15 +10,18 @@ import pytest
 import torch
 
 from angular_lab import checkpoint, passes, trainer
+from angular_lab.cli import main
 from angular_lab.health import NotFinite, OnHost
 from angular_lab.models.base import LanguageModel
 from angular_lab.models.moe import MoE
 from angular_lab.ranks import Ranks
+from angular_lab.report_runs import read_run
 from angular_lab.rundir import RunDir
 from angular_lab.runs import branch_spec, train
 from angular_lab.sample import load_run
 from angular_lab.trainer import Trainer
 from tests.angular_lab.runs import lines, tiny
+from tests.angular_lab.test_cli import SMALL
 
 POISON = 255  # a byte that no UTF-8 text contains
 
@@ -142,6 +145,68 @@ def test_a_run_that_breaks_down_before_it_was_saved(data, tmp_path) -> None:
         train(tiny(data, save_every=0), tmp_path / "run")
 
 
+@pytest.mark.usefixtures("poisoned")
+def test_a_run_that_diverged_leaves_a_record(data, tmp_path, capsys) -> None:
+    out = tmp_path / "run"
+    assert main(["train", "nano", f"data={data}", *SMALL, "--out", str(out)]) == 3
+    record = (out / "DIVERGED").read_text()
+    assert record == capsys.readouterr().err.splitlines()[-1].removeprefix("error: ") + "\n"
+    assert "loss of step 6 is nan" in record
+    run = read_run(out, [])
+    assert run is not None
+    assert run.diverged
+
+
+def test_a_run_that_diverged_and_continues_removes_the_record(data, tmp_path, monkeypatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "evaluate", lambda self: _raise(NotFinite("bad luck")))
+        with pytest.raises(NotFinite):
+            train(tiny(data, save_every=2), tmp_path / "run")
+    assert (tmp_path / "run" / "DIVERGED").read_text() == "bad luck\n"
+    train(tiny(data, save_every=2), tmp_path / "run", resume=True)
+    assert not (tmp_path / "run" / "DIVERGED").exists()
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def test_a_crash_before_the_first_step_does_not_block_the_same_command(
+    data, tmp_path, monkeypatch
+) -> None:
+    out = tmp_path / "run"
+    command = ["train", "nano", f"data={data}", *SMALL, "--out", str(out)]
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            Trainer, "forward_backward", lambda *_: _raise(RuntimeError("CUDA out of memory"))
+        )
+        with pytest.raises(RuntimeError, match="out of memory"):
+            main(command)
+    assert main([*command, "batch=1"]) == 0, "nothing was trained with the other batch"
+    assert RunDir(out).read_spec().batch == 1
+
+
+def test_a_kill_before_the_first_step_does_not_block_the_same_command(data, tmp_path) -> None:
+    """SIGKILL leaves what was written so far."""
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "LOCK").touch()
+    RunDir(out).write_spec(tiny(data, steps=3), {})
+    train(tiny(data, steps=2), out)
+    assert RunDir(out).read_spec().steps == 2
+
+
+@pytest.mark.parametrize("trace", ["metrics.jsonl", "checkpoints/step_00000004", "DIVERGED"])
+def test_a_run_that_has_begun_is_not_overwritten(data, tmp_path, trace) -> None:
+    """By its log, a checkpoint, or the record of its end."""
+    out = tmp_path / "run"
+    (out / trace).parent.mkdir(parents=True)
+    RunDir(out).write_spec(tiny(data), {})
+    (out / trace).write_text('{"step": 1}\n')
+    with pytest.raises(ValueError, match="holds a run already"):
+        train(tiny(data), out)
+
+
 def test_a_full_disk_leaves_the_last_good_checkpoint(data, tmp_path) -> None:
     """The kernel refuses to write large files, as it would on a full disk."""
     out = tmp_path / "run"
@@ -174,7 +239,7 @@ def test_a_folder_in_use_is_refused(data, tmp_path) -> None:
     with pytest.raises(ValueError, match="in use by another process"):
         train(tiny(data), tmp_path / "run")
     first.release()
-    train(tiny(data, steps=1), tmp_path / "run")
+    train(tiny(data, steps=2), tmp_path / "run")
 
 
 def test_an_existing_run_needs_resume_and_the_same_spec(data, tmp_path) -> None:
@@ -201,7 +266,7 @@ def test_vocabulary_and_data_have_to_fit(data, tmp_path) -> None:
 
 def test_an_unknown_logger(data, tmp_path) -> None:
     with pytest.raises(ValueError, match="'paper' is not one of tensorboard"):
-        train(tiny(data, steps=1, loggers="paper"), tmp_path / "run")
+        train(tiny(data, steps=2, loggers="paper"), tmp_path / "run")
 
 
 def test_tensorboard_gets_the_numbers(data, tmp_path) -> None:
@@ -287,6 +352,7 @@ def test_loading_executes_no_code(data, tmp_path) -> None:
     folder = checkpoint.step_folder(tmp_path / "run" / "checkpoints", 2)
     trap = tmp_path / "trap"
     (folder / ".metadata").write_bytes(pickle.dumps(Evil(trap)))
+    (folder / checkpoint.HASHES).unlink()  # or with hashes that match
     with pytest.raises(Exception, match="refused"):
         load_run(tmp_path / "run")
     assert not trap.exists()

@@ -142,6 +142,7 @@ def test_a_run_that_fails_costs_one_worker_only(
     broken, *good = Sweep(plan, tmp_path).pending()
     broken.folder.mkdir(parents=True)
     RunDir(broken.folder).write_spec(replace(broken.spec, batch=2), {})
+    RunDir(broken.folder).append(RunDir(broken.folder).metrics_path, {"step": 1})
     with pytest.raises(WorkerDied, match=r"1 of 2 workers died: worker \d with exit code 1"):
         two(plan, tmp_path)
     assert "was made with batch=2, and this sweep wants 4" in capsys.readouterr().err
