@@ -29,11 +29,7 @@ def _changes(scale: str) -> dict[str, dict[str, Any]]:
         "radius rate x 0.2": {"radius_lr": 0.2 * rate},
         "aux rate x 0.3": {"aux_lr": 0.3 * rate},
         "log radius, aux rate x 0.3": {"radius": "log_adam", "aux_lr": 0.3 * rate},
-        "tangent momentum": {"tangent_momentum": True},
         CONSTRAINED: {"orthogonalize": "tangent"},
-        "exact angle": {"exact_angle": True},
-        "row second moment": {"row_beta": 0.95},
-        "column gains": {"column_gains": True},
         "kappa half as fast": {"decay_scale": 5e-4},
         "kappa twice as fast": {"decay_scale": 2e-3},
         # Two that end where the published one does at scale s, and fall earlier.

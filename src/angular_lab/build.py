@@ -178,10 +178,7 @@ def _arguments(kind: type, spec: Spec) -> dict[str, Any]:
         "warmup_steps": spec.schedule.warmup,
         "decay_scale": o.decay_scale,
         "decay_degree": o.decay_degree,
-        "tangent_momentum": o.tangent_momentum,
         "tangent_steps": o.tangent_steps,
-        "exact_angle": o.exact_angle,
-        "column_gains": o.column_gains,
         **({"row_beta": o.row_beta} if o.row_beta else {}),
         **({"scale": o.scale} if o.scale else {}),
     }

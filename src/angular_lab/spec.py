@@ -48,11 +48,11 @@ class OptimSpec:
     orthogonalize: str = "polar_express"  # for every optimizer, as in the paper
     radius: str = "adam"
     split_blocks: bool = True  # fused matrices as their blocks
-    # AngularMuown beyond the paper
-    tangent_momentum: bool = False
     tangent_steps: int = 1  # dual steps of orthogonalize=tangent
+    row_beta: float = 0.0  # NorMuon's; 0: the optimizer's own
+    # Options that the library had once: specs of runs with them are still read.
+    tangent_momentum: bool = False
     exact_angle: bool = False
-    row_beta: float = 0.0  # NorMuon's; 0: the optimizer's own, which is none for AngularMuown
     column_gains: bool = False
 
     def spelled_out(self) -> "OptimSpec":

@@ -21,7 +21,14 @@ from angular_muown.stages.tangent import TANGENT
 
 ALGORITHMS = ("matrix", "adamw")
 WRITE_BACKS = ("stochastic", "master")
-CONSTRUCTOR_KEYS = ("preset", "process_group")  # one value for all groups
+CONSTRUCTOR_KEYS = ("process_group",)  # one value for all groups
+# Options of version 0.1 that brought nothing (docs/log.md), with the values that turned them off.
+REMOVED = {
+    "tangent_momentum": False,
+    "exact_angle": False,
+    "row_beta": None,  # of AngularMuown; NorMuon and NorMuown have it
+    "column_gains": False,
+}
 FOREIGN_KEYS = (
     *("params", "param_names", "base_lr", "fused", "foreach"),
     *("initial_lr", "max_lr", "min_lr"),
@@ -82,10 +89,7 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "decay_scale": _RATE,
     "decay_degree": _RATE,
     "row_beta": (lambda x: x is None or _is_fraction(x), "None or a number in [0, 1)"),
-    "tangent_momentum": _BOOL,
     "tangent_steps": _COUNT,
-    "exact_angle": _BOOL,
-    "column_gains": _BOOL,
     "radius_lr": (lambda x: x is None or _is_rate(x), "None (follow lr) or a finite number >= 0"),
     "weight_decay": _RATE,
     "maximize": _BOOL,
@@ -128,11 +132,25 @@ def check_keys(group: Mapping[str, Any], defaults: Mapping[str, Any], family: st
                 f"{key}={group[key]!r} in a group: it is an argument of the constructor, one value "
                 "for all groups"
             )
+        if is_removed(key, group[key], defaults):
+            continue
         if key in RULES and key not in (*defaults, *FOREIGN_KEYS):
             raise ValueError(f"{key}={group[key]!r}: {family} has no {key}")
         if key not in defaults and key not in FOREIGN_KEYS:
             for near in get_close_matches(key, defaults, n=1, cutoff=0.85):
                 raise ValueError(f"{key}={group[key]!r} is no option: did you mean {near}?")
+
+
+def is_removed(key: str, value: Any, defaults: Mapping[str, Any]) -> bool:
+    """Whether an older version had this option; raise ValueError if it was on."""
+    if key not in REMOVED or key in defaults:
+        return False
+    if value is not REMOVED[key]:
+        raise ValueError(
+            f"{key}={value!r}: this option was removed, because no run was better with it; leave "
+            "it out, or use angular-muown 0.1 to continue such a run"
+        )
+    return True
 
 
 def listed(params: Any) -> Any:
@@ -188,13 +206,6 @@ def _check_combinations(group: Mapping[str, Any]) -> None:
             f"orthogonalize={TANGENT!r} is for AngularMuown alone: choose one of "
             + ", ".join(map(repr, ORTHOGONALIZERS))
         )
-    if group.get("exact_angle"):
-        for key, allowed in (("scale", ("fan_ratio", "none")), ("row_beta", (None,))):
-            if group[key] not in allowed:
-                raise ValueError(
-                    f"{key}={group[key]!r} with exact_angle=True, where every row turns by "
-                    f"lr * kappa whatever its length in Q: leave {key} at its default"
-                )
 
 
 def check_process_group(group: Any) -> Any:
@@ -207,15 +218,6 @@ def check_process_group(group: Any) -> Any:
             "(every rank by itself) or a process group that this rank belongs to"
         )
     return group
-
-
-def check_preset(name: Any, presets: Mapping[str, Any]) -> str:
-    is_known, wanted = _one_of(presets)
-    if not is_known(name):
-        near = get_close_matches(str(name).lower(), presets, n=1)
-        hint = f": did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"preset={name!r} is not valid: it must be {wanted}{hint}")
-    return name
 
 
 def check_copy(process_group: Any) -> None:

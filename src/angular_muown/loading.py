@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from angular_muown import capture
 from angular_muown.adamw import MOMENTS
-from angular_muown.checks import check_foreach, check_values, is_count, parameter_names
+from angular_muown.checks import check_foreach, check_values, is_count, is_removed, parameter_names
 from angular_muown.groups import Group, plain_value, plain_values
 from angular_muown.layout import Layout
 from angular_muown.placement import is_sharded, local, spread_like, whole
@@ -29,7 +29,7 @@ MEANING = ("algorithm", "view", "transposed", "blocks", "column_blocks")
 # What makes it another method or another kappa: a caller would miss it, and the state fits both.
 METHOD = (
     *("warmup_steps", "decay_scale", "decay_degree"),
-    *("exact_angle", "orthogonalize", "tangent_momentum", "row_beta", "column_gains", "radius"),
+    *("orthogonalize", "row_beta", "radius"),
 )
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 CLOCKS = ("step", "averaged")
@@ -180,7 +180,7 @@ def _complete(optimizer: Loads, index: int, saved: Group) -> Group:
     """A copy of a saved group with the defaults for what it lacks, because it is older; checked."""
     own = optimizer.param_groups[index]
     start = {key: own[key] for key in ("base_lr",) if key in own}
-    group = {**optimizer.defaults, **start, **_copy_of(saved, index)}
+    group = {**optimizer.defaults, **start, **_copy_of(saved, index, optimizer.defaults)}
     for key in CLOCKS:
         if isinstance(group[key], Tensor):
             group[key] = _integer(group[key], group[key])
@@ -195,11 +195,15 @@ def _complete(optimizer: Loads, index: int, saved: Group) -> Group:
     return group
 
 
-def _copy_of(saved: Group, index: int) -> Group:
+def _copy_of(saved: Group, index: int, defaults: Group) -> Group:
     group = {}
     for key, value in saved.items():
         try:
+            if is_removed(key, value, defaults):
+                continue
             group[key] = deepcopy(value)
+        except ValueError as error:
+            raise ValueError(f"group {index} of the state dict: {error}") from None
         except Exception as error:
             raise TypeError(f"group {index} of the state dict: {key} cannot be copied") from error
     return plain_values(group)

@@ -22,7 +22,7 @@ Arguments that all members share:
         at a time, however small the fraction), matrices that are on their way between ranks.
     average: keep an average of the last weights in the state, for `with optimizer.averaged():`. A
         share of the steps (0.1: about the last tenth) or a number of them, as `averaging` says;
-        None keeps none (AngularMuown: as its preset says). 4 bytes per parameter; no weight changes
+        None keeps none. 4 bytes per parameter; no weight changes
         by it.
     process_group: ranks that hold copies of plain parameters (DDP) and share the work; None is the
         default group (on a GPU: every rank by itself), False is every rank by itself. Parameters
@@ -39,32 +39,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from angular_muown import checks
 from angular_muown.engine import Engine
 from angular_muown.groups import Group, arguments
 from angular_muown.recipe import Recipe, polar_of, radius_of, rows_of, scale_of
 from angular_muown.schedules import angle_degrees, inverse_polynomial
-from angular_muown.stages.charts import ColumnGained, Geodesic, Oblique, WeightNorm
-from angular_muown.stages.normalize import UnitTangents
-from angular_muown.stages.radius import ColumnGains
-from angular_muown.stages.scale import none
-from angular_muown.stages.tangent import TANGENT, Constrained, Free, Projected
-
-# What arguments of AngularMuown are where they are left at None, which has to be their default.
-PRESETS: dict[str, Group] = {
-    "paper": {},  # the published method
-    "v2": {"average": 0.1},  # what beat it on all seeds: docs/evidence.md
-}
-
-
-def preset_values(name: Any) -> Group:
-    return PRESETS[checks.check_preset(name, PRESETS)]
-
-
-def by_preset(given: Group) -> Group:
-    """Without the preset itself: groups hold what follows from it."""
-    values = preset_values(given.pop("preset"))
-    return {**given, **{key: value for key, value in values.items() if given[key] is None}}
+from angular_muown.stages.charts import Oblique, WeightNorm
+from angular_muown.stages.tangent import TANGENT, Constrained, Free
 
 
 class AngularMuown(Engine):
@@ -80,17 +60,9 @@ class AngularMuown(Engine):
         warmup_steps: steps at kappa = 1; use the warm-up of your learning-rate schedule.
         decay_scale, decay_degree: c and p of kappa; degree 0 keeps kappa = 1 (for a schedule of
             lr that falls all the way, such as cosine).
-        preset: "paper", or "v2", which is "paper" with average=0.1. What you give goes before it.
-    Beyond the paper, all off by default:
-        tangent_momentum: polar(X) of X_i - <X_i, U_i> U_i, with X = T + beta M.
         orthogonalize: "tangent" as well, towards the polar factor with <Q_i, U_i> = 0 (the paper's
             Algorithm 2): tangent_steps dual steps from the multiplier of the step before, each at
-            the cost of one more polar factor (by Polar Express). Includes tangent_momentum.
-        exact_angle: every row turns by lr kappa exactly, on the great circle that Q_i's tangent
-            part points along; rows without one stay. The scale plays no part.
-        row_beta: NorMuon's row second moment on Q.
-        column_gains: W = Diag(g) U Diag(b). The above is for V = Diag(g) U and its gradient
-            G Diag(b); log b <- log b - radius_lr adam(sum_i W_ij G_ij), from b = 1.
+            the cost of one more polar factor (by Polar Express).
 
     Paper: Huebler, Lion, Orvieto, He: Muown Implicitly Performs Angular Step-size Decay, 2026.
     """
@@ -100,7 +72,6 @@ class AngularMuown(Engine):
         params: Any,
         lr: float | Tensor = 0.02,
         *,
-        preset: str = "paper",
         momentum: float = 0.95,
         nesterov: bool = True,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -108,11 +79,7 @@ class AngularMuown(Engine):
         warmup_steps: int = 0,
         decay_scale: float = 1e-3,
         decay_degree: float = 1.0,
-        tangent_momentum: bool = False,
         tangent_steps: int = 1,
-        exact_angle: bool = False,
-        row_beta: float | None = None,
-        column_gains: bool = False,
         scale: str = "fan_ratio",
         orthogonalize: str = "polar_express",
         radius: str = "adam",
@@ -127,7 +94,7 @@ class AngularMuown(Engine):
         process_group: Any = None,
         wire_dtype: str | None = None,
     ) -> None:
-        super().__init__(params, by_preset(arguments(locals())))
+        super().__init__(params, arguments(locals()))
 
     def kappa(self, group: Group) -> Any:
         """The angular multiplier of the group's next step; a tensor where the step is one."""
@@ -137,19 +104,18 @@ class AngularMuown(Engine):
 
     def angle(self, group: Group) -> float:
         """Degrees that the next step turns a typical row by (with the fan_ratio scale)."""
-        return angle_degrees(float(group["lr"]), float(self.kappa(group)), group["exact_angle"])
+        return angle_degrees(float(group["lr"]), float(self.kappa(group)))
 
     def recipe(self, group: Group) -> Recipe:
-        tangent = Projected() if group["tangent_momentum"] else Free()
-        if group["orthogonalize"] == TANGENT:
-            tangent = Constrained(group["tangent_steps"])
-        exact = group["exact_angle"]
-        stages = (none, UnitTangents()) if exact else (scale_of(group), rows_of(group))
-        chart, radius = Geodesic() if exact else Oblique(), radius_of(group)
-        if group["column_gains"]:
-            chart = ColumnGained(chart)
-            radius = ColumnGains(radius, group["betas"], group["eps"])
-        return Recipe(chart, polar_of(group), *stages, radius, self.kappa(group), tangent)
+        constrained = group["orthogonalize"] == TANGENT
+        return Recipe(
+            Oblique(),
+            polar_of(group),
+            scale_of(group),
+            radius=radius_of(group),
+            kappa=self.kappa(group),
+            tangent=Constrained(group["tangent_steps"]) if constrained else Free(),
+        )
 
 
 class Muown(Engine):

@@ -81,7 +81,6 @@ def averaging(window: float) -> Callable[[Any], Any]:
     return share
 
 
-def angle_degrees(lr: float, kappa: float, exact: bool = False) -> float:
-    """The angle that a step of length lr * kappa tangent to a unit row turns it by: its arc
-    tangent, or along a great circle that length exactly."""
-    return degrees(lr * kappa if exact else atan(lr * kappa))
+def angle_degrees(lr: float, kappa: float) -> float:
+    """The angle by which a step of length lr * kappa, tangent to a unit row, turns it."""
+    return degrees(atan(lr * kappa))

@@ -10,7 +10,7 @@ from angular_lab import checkpoint
 from angular_lab.runs import train
 from tests.angular_lab.runs import lines, tiny
 
-SINCE = ("average", "averaged", "column_gains")
+SINCE = ("average", "averaged")
 
 
 def test_a_run_goes_on(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,10 +64,11 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(data, tmp_path, optimizer)
     ("name", "setting"),
     [
         ("adamw", {"radius_lr": 0.1}),
-        ("muon", {"exact_angle": True}),
+        ("angular_muown", {"exact_angle": True}),
+        ("angular_muown", {"row_beta": 0.9}),
         ("normuon", {"radius": "fixed"}),
         ("muown", {"tangent_steps": 2}),
-        ("magnitude_direction", {"column_gains": True}),
+        ("magnitude_direction", {"radius": "fixed"}),
         ("angular_muown", {"tangent_steps": 2}),
     ],
 )
@@ -82,8 +83,7 @@ def test_a_setting_without_meaning_is_refused(data, name, setting) -> None:
 def test_settings_beyond_the_paper_reach_the_optimizer(data) -> None:
     spec = tiny(data)
     model = build.make_model(spec, Ranks(0, 1, torch.device("cpu")))
-    tangent = {"orthogonalize": "tangent", "tangent_steps": 2, "tangent_momentum": True}
-    wanted = {**tangent, "row_beta": 0.9, "column_gains": True, "radius": "log_adam"}
+    wanted = {"orthogonalize": "tangent", "tangent_steps": 2, "radius": "log_adam"}
     made = build.make_optimizer(model, replace(spec, optim=replace(spec.optim, **wanted)))
     group = next(g for g in made.param_groups if g["algorithm"] == "matrix")
     assert {key: group[key] for key in wanted} == wanted

@@ -20,49 +20,22 @@ from angular_muown import (
 from angular_muown.engine import Engine
 from angular_muown.recipe import Recipe
 from angular_muown.stages.tangent import Constrained
-from tests.reference import angular_muown, columns, muon, muown, rivals
-
-
-class TangentMomentum(AngularMuown):
-    """Settings beyond the paper, as members of the family: all laws and contracts hold for them."""
-
-    def recipe(self, group: dict[str, Any]) -> Recipe:
-        return super().recipe({**group, "tangent_momentum": True})
+from tests.reference import angular_muown, muon, muown, rivals
 
 
 class TangentPolar(AngularMuown):
-    """orthogonalize="tangent", with any polar factor inside."""
+    """orthogonalize="tangent", with any polar factor inside: all laws and contracts hold for it."""
 
     def recipe(self, group: dict[str, Any]) -> Recipe:
         return replace(super().recipe(group), tangent=Constrained(group["tangent_steps"]))
-
-
-class ExactAngle(AngularMuown):
-    def recipe(self, group: dict[str, Any]) -> Recipe:
-        return super().recipe({**group, "exact_angle": True})
-
-
-class RowBeta(AngularMuown):
-    def recipe(self, group: dict[str, Any]) -> Recipe:
-        return super().recipe({**group, "row_beta": 0.95})
-
-
-class ColumnGains(AngularMuown):
-    def recipe(self, group: dict[str, Any]) -> Recipe:
-        return super().recipe({**group, "column_gains": True})
 
 
 # optimizer, reference, arguments of both
 PARITY: list[tuple[type[Engine], Any, dict[str, Any]]] = [
     (AngularMuown, angular_muown.AngularMuown, {"lr": 0.02, "warmup_steps": 20}),
     (AngularMuown, angular_muown.AngularMuown, {"lr": 0.05, "weight_decay": 0.1}),
-    (AngularMuown, angular_muown.AngularMuown, {"lr": 0.02, "tangent_momentum": True}),
     (TangentPolar, angular_muown.AngularMuown, {"lr": 0.02, "tangent_steps": 1}),
     (TangentPolar, angular_muown.AngularMuown, {"lr": 0.02, "tangent_steps": 2}),
-    (AngularMuown, angular_muown.AngularMuown, {"lr": 0.02, "exact_angle": True}),
-    (AngularMuown, angular_muown.AngularMuown, {"lr": 0.02, "row_beta": 0.95}),
-    (ColumnGains, columns.ColumnGains, {"lr": 0.02}),
-    (ColumnGains, columns.ColumnGains, {"lr": 0.02, "exact_angle": True, "weight_decay": 0.5}),
     (Muown, muown.Muown, {"lr": 0.02}),
     (NorMuown, muown.NorMuown, {"lr": 0.02}),
     (Muon, muon.Muon, {"lr": 0.02, "weight_decay": 0.1}),
@@ -74,14 +47,13 @@ PARITY: list[tuple[type[Engine], Any, dict[str, Any]]] = [
 FUSED: list[type[Engine]] = [AngularMuown, Muown, NorMuown, Muon, NorMuon]  # the kernels know them
 ON_SPHERES: list[type[Engine]] = [Hyperball, MagnitudeDirection]
 MEMBERS: list[type[Engine]] = [*FUSED, *ON_SPHERES]
-LEADS: list[type[Engine]] = [TangentMomentum, TangentPolar, ExactAngle, RowBeta]
-FAMILY: list[type[Engine]] = [*MEMBERS, *LEADS, ColumnGains]
-WITH_RADII: list[type[Engine]] = [AngularMuown, Muown, NorMuown, *LEADS]  # the lengths of W's rows
+FAMILY: list[type[Engine]] = [*MEMBERS, TangentPolar]
+WITH_RADII: list[type[Engine]] = [AngularMuown, Muown, NorMuown, TangentPolar]  # of W's rows
 
 
 def direction_only(optimizer: type[Engine]) -> dict[str, Any]:
     """Arguments under which no size learns."""
-    if optimizer in (MagnitudeDirection, ColumnGains):
+    if optimizer is MagnitudeDirection:
         return {"radius_lr": 0.0}
     return {"radius": "fixed"} if optimizer in WITH_RADII else {}
 

@@ -67,7 +67,7 @@ def test_keys_of_frameworks_are_tolerated() -> None:
     AngularMuown([{"params": [parameter(4, 6)], **dict.fromkeys(keys)}])
 
 
-@pytest.mark.parametrize(("key", "value"), [("process_group", False), ("preset", "v2")])
+@pytest.mark.parametrize(("key", "value"), [("process_group", False)])
 def test_arguments_of_the_constructor_are_no_values_of_a_group(key, value) -> None:
     """They would be taken for a framework's, and nothing would follow from them."""
     optimizer = AngularMuown([parameter(4, 4)])

@@ -57,10 +57,7 @@ VALID: dict[str, list[Any]] = {
     "decay_scale": [0.0, 1e-3, 2],
     "decay_degree": [0, 0.5, 1.0],
     "row_beta": [0.9, 0.0],
-    "tangent_momentum": [True, False],
     "tangent_steps": [0, 1, 2],
-    "exact_angle": [True, False],
-    "column_gains": [True, False],
     "radius_lr": [None, 0.0, 0.01],
     "weight_decay": [0.0, 0.1, 1],
     "maximize": [True, False],
@@ -73,7 +70,6 @@ VALID: dict[str, list[Any]] = {
     "write_back": ["stochastic", "master"],
     "state_dtype": [None, "float32", torch.bfloat16, "float64"],
     "wire_dtype": [None, "float32", "bfloat16"],
-    "preset": ["paper", "v2"],
     "process_group": [None, False],
 }
 OF_GROUPS: dict[str, list[Any]] = {
@@ -194,7 +190,7 @@ def group_of(rng: random.Random, optimizer: type[Engine]) -> Any:
     keys = rng.sample(sorted(table), rng.randint(0, 4))
     group = {key: pick(rng, table, key, 0 if key in OF_OTHERS else junk) for key in keys}
     if rng.random() < 0.05:
-        group[rng.choice(["momentun", "preset", 5, None, "row_beta"])] = 1
+        group[rng.choice(["momentun", "process_group", 5, None, "row_beta"])] = 1
     kind = rng.choice(GOOD if rng.random() < 0.7 else sorted(PARAMS))
     if kind in ("a vector", "a stack", "a convolution") and rng.random() < 0.8:
         meant = {"a vector": ("algorithm", "adamw"), "a stack": ("view", "stack")}

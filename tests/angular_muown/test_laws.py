@@ -14,7 +14,7 @@ from angular_muown.layout import Layout
 from angular_muown.monitor import row_angles
 from angular_muown.recipe import Chart
 from angular_muown.schedules import angle_degrees
-from angular_muown.stages.charts import ColumnGained, Flat, Oblique, WeightNorm, normalize_rows
+from angular_muown.stages.charts import Flat, Oblique, WeightNorm, normalize_rows
 from angular_muown.stages.orthogonalize import polar_express, svd
 from angular_muown.stages.scale import SCALES, fan_ratio
 from angular_muown.stages.spheres import GainedSphere, Sphere
@@ -24,7 +24,7 @@ from tests.reference import Adam
 
 shapes = st.tuples(st.integers(1, 9), st.integers(2, 9))
 seeds = st.integers(0, 10**6)
-CHARTS = [Flat(), Oblique(), WeightNorm(), ColumnGained(Oblique()), Sphere(), GainedSphere()]
+CHARTS = [Flat(), Oblique(), WeightNorm(), Sphere(), GainedSphere()]
 
 
 def _weight_and_gradient(shape: tuple[int, int], seed: int) -> tuple[Tensor, Tensor]:
@@ -45,7 +45,7 @@ def test_join_of_split_is_the_identity(chart, shape, seed) -> None:
     torch.testing.assert_close(chart.join(at, torch.zeros_like(W), at.g, rows), W)
 
 
-@pytest.mark.parametrize("chart", CHARTS[1:4], ids=lambda c: type(c).__name__)
+@pytest.mark.parametrize("chart", CHARTS[1:3], ids=lambda c: type(c).__name__)
 @given(shape=shapes, seed=seeds)
 def test_the_tangent_gradient_is_tangent(chart, shape, seed) -> None:
     W, G = _weight_and_gradient(shape, seed)

@@ -298,11 +298,11 @@ def test_entries_of_the_user_are_copied() -> None:
 def test_an_entry_with_a_name_that_the_method_needs_has_to_fit() -> None:
     """Of the method in the state dict, and of that which the warning says how to keep."""
     params, opt = trained()
-    opt.state[params[0]]["row_second_moment"] = torch.zeros(3)
+    opt.state[params[0]]["multiplier"] = torch.zeros(3)
     saved = opt.state_dict()
     opt.load_state_dict(saved)  # a user's, to both
-    _, other = small(row_beta=0.9)
-    with pytest.raises(ValueError, match=r"row_second_moment of parameter 'w' has shape \(3,\)"):
+    _, other = small(orthogonalize="tangent")
+    with pytest.raises(ValueError, match=r"multiplier of parameter 'w' has shape \(3,\)"):
         other.load_state_dict(saved)
 
 

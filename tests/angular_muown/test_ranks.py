@@ -36,7 +36,6 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "skinny": (AngularMuown, {"lr": 0.02}, {"groups": SKINNY, "steps": 5}),
     "skinny by the quintic": (Muon, {}, {"groups": SKINNY, "steps": 3}),
     "svd": (AngularMuown, EXACT, FEW),
-    "column gains": (AngularMuown, {"lr": 0.02, "column_gains": True}, {**EVEN, "steps": 3}),
     "integers": (Muon, INTEGER, {"groups": GROUPS[:1], "gradient": integers}),
     "float32": (AngularMuown, {"lr": 0.02}, SINGLE),
     "bf16 on the wire": (AngularMuown, {"lr": 0.02, "wire_dtype": "bfloat16"}, SINGLE),

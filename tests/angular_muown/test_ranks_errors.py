@@ -13,7 +13,7 @@ from torch import nn
 from angular_muown import AngleMonitor, AngularMuown, MagnitudeDirection, engine
 from angular_muown.engine import Engine
 from angular_muown.stages import orthogonalize
-from tests.angular_muown.family import ColumnGains, noise, parameter
+from tests.angular_muown.family import noise, parameter
 from tests.angular_muown.sharded import PLACEMENTS, made, place, stepped, whole
 from tests.ranks import DIED, RankError, on_ranks, results
 
@@ -61,7 +61,7 @@ def disagree(how: str) -> None:
         optimizer.param_groups[0]["orthogonalize"] = ("svd", "gram")[rank]
     elif how == "inside":  # of a stage
         optimizer, _ = optimizer_of("rows")
-        optimizer.param_groups[0].update(column_gains=True, radius=("adam", "fixed")[rank])
+        optimizer.param_groups[0]["radius"] = ("adam", "fixed")[rank]
     elif how == "workspace":
         optimizer, _ = optimizer_of("rows")
         optimizer.param_groups[0]["workspace"] = (0.25, 1e-6)[rank]
@@ -85,7 +85,7 @@ def disagree(how: str) -> None:
     [
         ("count", "number 2 is not observed on rank 0 and w2 (6, 5) torch.float64, plain"),
         ("method", "number 0 is w0 (6, 5) torch.float64, (Shard(dim=0),) on (2,), svd Oblique"),
-        ("inside", "polar_express ColumnGained Oblique AsIs ColumnGains Adam Free"),
+        ("inside", "polar_express Oblique AsIs Adam Free"),
         ("workspace", "workspace 0.25 on rank 0 and w0"),
         ("monitor", "number 3 is observed by a monitor on rank 0 and not observed on rank 1"),
         ("later", "workspace 0.5 on rank 0 and w0"),
@@ -110,7 +110,6 @@ def stepped_conv(member: type[Engine], values: dict[str, Any]) -> None:
     ("member", "values", "said"),
     [
         (MagnitudeDirection, {}, "column_gain has an entry for every column"),
-        (ColumnGains, {}, "column_log_gain has an entry for every column"),
         (AngularMuown, {"transposed": True}, "exp_avg has an entry for every row"),
     ],
 )

@@ -25,8 +25,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from angular_muown import AngleMonitor, AngularMuown, NorMuown, plan
-from tests.angular_muown.family import ColumnGains, noise, parameter
+from angular_muown import AngleMonitor, AngularMuown, MagnitudeDirection, NorMuown, plan
+from tests.angular_muown.family import noise, parameter
 from tests.angular_muown.sharded import PLACEMENTS, place, whole
 from tests.ranks import results
 
@@ -173,7 +173,7 @@ ROUTES = [
     (AngularMuown, 2, "tp", 4, "hsdp"),
     (AngularMuown, 1, "alone", 4, "fsdp"),
     (AngularMuown, 4, "fsdp x tp", 1, "alone"),
-    (ColumnGains, 2, "fsdp by columns", 4, "fsdp x tp"),
+    (MagnitudeDirection, 2, "fsdp by columns", 4, "fsdp x tp"),
 ]
 
 

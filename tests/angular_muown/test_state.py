@@ -164,11 +164,7 @@ def test_loading_says_when_it_changes_kappa_and_the_loaded_value_wins() -> None:
 
 
 OTHER_METHODS: dict[str, Any] = {
-    "exact_angle": True,
     "orthogonalize": "tangent",
-    "tangent_momentum": True,
-    "row_beta": 0.9,
-    "column_gains": True,
     "radius": "log_adam",
 }
 
@@ -188,7 +184,7 @@ def test_loading_says_when_it_changes_the_method(key, saved_is_plain) -> None:
 
 def test_loading_equal_values_is_silent() -> None:
     p = parameter(4, 6)
-    for values in ({}, OTHER_METHODS | {"exact_angle": False}):
+    for values in ({}, OTHER_METHODS):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             AngularMuown([p], **values).load_state_dict(AngularMuown([p], **values).state_dict())

@@ -104,7 +104,7 @@ def test_each_matrix_of_a_stack_accepts_its_own_steps() -> None:
 
 def test_tangent_is_asked_for_by_name() -> None:
     """Polar Express inside, as many steps as wanted, and a multiplier per row between them."""
-    for values, steps in (({"tangent_steps": 3}, 3), ({"exact_angle": True}, 1)):
+    for values, steps in (({"tangent_steps": 3}, 3), ({}, 1)):
         opt = AngularMuown([parameter(4, 6)], orthogonalize="tangent", **values)
         found = opt.recipe(opt.param_groups[0])
         assert found.tangent == Constrained(steps)

@@ -115,7 +115,7 @@ def test_the_monitor_takes_its_hooks_off(tmp_path: Path, fails: bool) -> None:
 
 
 @pytest.mark.parametrize("inner", [False, True])
-@pytest.mark.parametrize("settings", [{"average": 0.5}, {"preset": "v2"}], ids=str)
+@pytest.mark.parametrize("settings", [{"average": 0.5}], ids=str)
 def test_an_average_through_fabrics_wrapper(settings: dict[str, Any], inner: bool) -> None:
     """It reaches the weights, and no step goes through by the other of the two."""
     fabric = Fabric(accelerator="cpu", devices=1)

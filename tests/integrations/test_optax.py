@@ -261,7 +261,7 @@ def test_what_cannot_be_meant_is_an_error() -> None:
         transformation.update(jnp.ones((2, 3)), state)
 
 
-@pytest.mark.parametrize("settings", [{"average": 0.1}, {"preset": "v2"}], ids=str)
+@pytest.mark.parametrize("settings", [{"average": 0.1}], ids=str)
 def test_what_torch_alone_has_is_refused_by_its_name(settings: dict[str, Any]) -> None:
     (name,) = settings
     with pytest.raises(TypeError, match=rf"angular_muown\(\) got an unexpected .*'{name}'"):

@@ -65,14 +65,14 @@ def test_fine_tuning_starts_where_the_checkpoint_stands(run, tmp_path) -> None:
     assert after[STEPS] < 0.95 * after[5]
 
 
-def test_a_preset_reaches_the_optimizer_and_the_trainer_saves_its_average(tmp_path: Path) -> None:
+def test_an_average_reaches_the_optimizer_and_the_trainer_saves_it(tmp_path: Path) -> None:
     example, quiet = load("hf_pretrain"), {"report_to": [], "disable_tqdm": True}
     arguments = TrainingArguments(
         str(tmp_path), **wsd_arguments(12), **quiet, use_cpu=True, dataloader_pin_memory=False
     )
     trainer = Trainer(
         example.build("llama"), arguments, train_dataset=example.Windows(32),
-        optimizer_cls_and_kwargs=planned(lr=0.02, preset="v2"),
+        optimizer_cls_and_kwargs=planned(lr=0.02, average=0.1),
     )  # fmt: skip
     trainer.train()
     optimizer = trainer.optimizer.optimizer  # accelerate's wrapper is outside

@@ -7,15 +7,6 @@ def projected(X: np.ndarray, U: np.ndarray) -> np.ndarray:
     return np.stack([x - (x @ u) * u for x, u in zip(X, U, strict=True)])
 
 
-def rotated(u: np.ndarray, q: np.ndarray, angle: float) -> np.ndarray:
-    """The unit vector u, turned away from q by an angle on the great circle through both. A row of
-    a polar factor is at most 1 long: less than 1e-12 of it, in float64, is rounding."""
-    v = q - (q @ u) * u
-    if np.linalg.norm(v) < 1e-12:
-        return u
-    return np.cos(angle) * u - np.sin(angle) * v / np.linalg.norm(v)
-
-
 def constrained_polar(
     X: np.ndarray, U: np.ndarray, multiplier: np.ndarray, steps: int
 ) -> tuple[np.ndarray, np.ndarray]:

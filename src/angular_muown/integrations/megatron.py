@@ -22,7 +22,7 @@ from torch import Tensor
 from angular_muown.integrations.megatron_checkpoint import save_row_vectors
 from angular_muown.integrations.megatron_marks import frozen, is_matrix, mark
 from angular_muown.integrations.megatron_views import Group, Shown, parts_of
-from angular_muown.optimizers import AngularMuown, preset_values
+from angular_muown.optimizers import AngularMuown
 from angular_muown.state import init_state
 
 NAME = "angular_muown"
@@ -58,7 +58,6 @@ class MegatronAngularMuown(AngularMuown):
     ) -> None:
         self.qkv_split_shapes, self.pg_collection = qkv_split_shapes, pg_collection
         settings.setdefault("process_group", self.process_group)
-        _check_preset(settings)
         super().__init__(params, lr, **settings)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -72,11 +71,6 @@ class MegatronAngularMuown(AngularMuown):
 
     def _check_parameters(self, index: int) -> None:
         """A rank of a pipeline may hold no parameter of a group that others have."""
-        if self.param_groups[index]["column_gains"]:
-            raise ValueError(
-                "column_gains=True: the parts of a Megatron weight and its torch_dist checkpoints "
-                "have places for the state of rows only; leave it at False"
-            )
         if self.param_groups[index]["average"] is not None:
             raise ValueError(f"average={self.param_groups[index]['average']!r}: {NO_AVERAGE} None")
         if self.param_groups[index]["params"]:
@@ -116,16 +110,6 @@ class MegatronAngularMuown(AngularMuown):
         init_state(p, self.state[p], group, recipe)
         init = partial(init_state, group=group, recipe=recipe)
         return Shown.apart_from(p, self.state[p], sizes, ranks, init)
-
-
-def _check_preset(settings: dict[str, Any]) -> None:
-    """An average that comes with a preset is refused by the name that was given."""
-    values = preset_values(settings["preset"]) if "preset" in settings else {}
-    if settings.get("average") is None and values.get("average") is not None:
-        raise ValueError(
-            f"preset={settings['preset']!r}, which keeps an average of the weights: {NO_AVERAGE} "
-            "'paper'"
-        )
 
 
 def init_all(optimizer: MegatronAngularMuown, config: Any = None) -> None:

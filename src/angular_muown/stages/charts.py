@@ -5,8 +5,7 @@ W is the only truth: lengths and directions are read off it at every step, so we
 changed from outside (a checkpoint, an EMA swap, pruning) are simply the next starting point.
 """
 
-from math import sqrt
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +13,6 @@ from torch import Tensor
 from angular_muown.stages.sums import WHOLE, Summing, Whole
 
 Rows = dict[str, Tensor]
-ROUNDING = 8  # times terms: units of rounding below which a difference of row vectors is nothing
 
 
 class Split(NamedTuple):
@@ -23,7 +21,7 @@ class Split(NamedTuple):
     U: Tensor  # the point that the step moves: W itself, or its rows at unit length
     g: Tensor  # row lengths; W = g U
     T: Tensor  # the gradient for the point
-    r: Tensor  # the gradient for the row lengths; with gains of columns, to be summed
+    r: Tensor  # the gradient for the row lengths; with gains, for the products of two
 
 
 def nonzero(x: Tensor) -> Tensor:
@@ -50,16 +48,6 @@ def chord_angle(chord: Tensor) -> Tensor:
 def tangent_part(X: Tensor, U: Tensor, sums: Whole = WHOLE) -> Tensor:
     """X_i - <X_i, U_i> U_i, for unit rows U_i."""
     return X - sums.rows(X * U) * U
-
-
-def without_rounding(X: Tensor, whole: Tensor, terms: float, sums: Whole = WHOLE) -> Tensor:
-    """X, a difference taken from `whole`, with exact zeros for the rows that are only its rounding.
-
-    Largest entries are compared: squares of 1e30 would leave the range of float32. A row that is
-    no number stays, to be seen.
-    """
-    noise = ROUNDING * terms * torch.finfo(X.dtype).eps * sums.row_largest(whole)
-    return torch.where(sums.row_largest(X) <= noise, torch.zeros_like(X), X)
 
 
 def polar_coordinates(W: Tensor, G: Tensor, sums: Whole) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,25 +91,6 @@ class Oblique(Summing):
         return g * normalize_rows(at.U + step, self.sums)
 
 
-class Geodesic(Oblique):
-    """The same along great circles: a tangent step of length theta turns its row by theta.
-
-    With steps of a given length, a row turns as far for a T_i of any size. So what G_i - r_i U_i
-    leaves of a gradient along its row is no T_i: under 2 sqrt(n) units of rounding were measured.
-    Rounding that came with the gradient, as in bf16, cannot be told from a gradient.
-    """
-
-    def split(self, W: Tensor, G: Tensor, rows: Rows) -> Split:
-        at = super().split(W, G, rows)
-        terms = sqrt(self.sums.shape(G)[1])
-        return at._replace(T=without_rounding(at.T, at.g * G, terms, self.sums))
-
-    def join(self, at: Split, step: Tensor, g: Tensor, rows: Rows) -> Tensor:
-        theta = self.sums.row_norm(step)
-        turned = theta.cos() * at.U + theta.sin() / nonzero(theta) * step
-        return g * normalize_rows(turned, self.sums)
-
-
 class WeightNorm(Summing):
     """W = Diag(g / rho) R with R = rho U: the stored row norm rho divides the angle of a step.
 
@@ -143,36 +112,6 @@ class WeightNorm(Summing):
         R = torch.where(rho == 0, at.U, R)
         rows["stored_norm"] = torch.where(rho == 0, rho, self.sums.row_norm(R))
         return g * normalize_rows(R, self.sums)
-
-
-class ColumnGained(Summing):
-    """W = V Diag(b) with gains b > 0 of the columns, where `inner` reads V = Diag(g) U by its rows.
-
-    log b is stored; it starts at 0. V is read off W with it, so a weight that was changed from
-    outside is the next starting point here too. The chain rule gives V the gradient G Diag(b), and
-    log b_j the gradient sum_i W_ij G_ij = sum_i g_i r_ij with r_ij = G_ij b_j U_ij. This matrix is
-    the r of the split: its row sums are the gradient for the row lengths.
-    """
-
-    def __init__(self, inner: Oblique) -> None:
-        self.inner = inner
-
-    @property
-    def rows(self) -> tuple[str, ...]:
-        return ("column_log_gain", *self.inner.rows)
-
-    def over(self, sums: Whole) -> Self:
-        stage = super().over(sums)
-        stage.inner = self.inner.over(sums)
-        return stage
-
-    def split(self, W: Tensor, G: Tensor, rows: Rows) -> Split:
-        b = rows["column_log_gain"].exp()
-        at = self.inner.split(W / b, G * b, rows)
-        return at._replace(r=G * b * at.U)
-
-    def join(self, at: Split, step: Tensor, g: Tensor, rows: Rows) -> Tensor:
-        return self.inner.join(at, step, g, rows) * rows["column_log_gain"].exp()
 
 
 def row_signs(g: Tensor) -> Tensor:

@@ -5,13 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from angular_muown.stages.charts import (
-    Rows,
-    nonzero,
-    normalize_rows,
-    tangent_part,
-    without_rounding,
-)
+from angular_muown.stages.charts import Rows, nonzero
 from angular_muown.stages.sums import Summing
 
 
@@ -29,23 +23,6 @@ class UnitNorm(Summing):
 
     def __call__(self, Q: Tensor, U: Tensor, rows: Rows) -> Tensor:
         return Q / nonzero(self.sums.frobenius(Q))
-
-
-class UnitTangents(Summing):
-    """Rows of Q's tangent part at unit length; a row without one stays without.
-
-    None is what the rounding of Q, n units of its dtype, could make of a row along U_i. Iterations
-    in bf16, on a GPU, round Q to 1e-2 of a row: there a row of Q along U_i gets a direction from
-    rounding. Rows of Q that are zero are exact in every dtype; they have neither gradient nor
-    momentum beside their own direction.
-    """
-
-    rows = ()
-
-    def __call__(self, Q: Tensor, U: Tensor, rows: Rows) -> Tensor:
-        T = tangent_part(Q, U, self.sums)
-        terms = self.sums.shape(Q)[1]
-        return normalize_rows(without_rounding(T, Q, terms, self.sums), self.sums)
 
 
 @dataclass

@@ -1,15 +1,13 @@
 """Radius rules: how the row lengths g, or other sizes of a weight, follow their gradient r."""
 
 from collections.abc import Callable
-from math import log
-from typing import Self
 
 import torch
 from torch import Tensor
 
 from angular_muown.stages.charts import Rows, nonzero
 from angular_muown.stages.spheres import gain, gain_slope
-from angular_muown.stages.sums import Summing, Whole
+from angular_muown.stages.sums import Summing
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 COLUMN_MOMENTS = ("column_exp_avg", "column_exp_avg_sq")
@@ -99,50 +97,6 @@ class Fixed(Summing):
         self, g: Tensor, r: Tensor, rows: Rows, lr: float | Tensor, t: float | Tensor
     ) -> Tensor:
         return g
-
-
-class ColumnGains(ByAdam):
-    """log b <- log b - lr adam(f) for the gains of ColumnGained, f_j = sum_i g_i r_ij, and `inner`
-    for the lengths g. Weight decay comes first: g is that of the decayed weight.
-
-    A common factor of b is one of g as well: g a, b / a is the same W for every a > 0, with the
-    same U, T and f. Only the additive rule is not indifferent to it: its steps of g have a size. So
-    after the step a makes the mean square of b one, as it is at the start, which is when g has the
-    size of W's rows. That moves nothing in W: a column without gradient has its old gain there.
-
-    So b_j <= sqrt(n). From below a gain stops at the unit of rounding: beside the others such a
-    column is nothing, but V = W / b can still be read.
-    """
-
-    def __init__(
-        self, inner: Adam | LogAdam | Fixed, betas: tuple[float, float], eps: float
-    ) -> None:
-        super().__init__(betas, eps)
-        self.inner = inner
-
-    @property
-    def rows(self) -> tuple[str, ...]:
-        return (*self.inner.rows, *COLUMN_MOMENTS)
-
-    @property
-    def signed(self) -> bool:
-        return self.inner.signed
-
-    def over(self, sums: Whole) -> Self:
-        stage = super().over(sums)
-        stage.inner = self.inner.over(sums)
-        return stage
-
-    def __call__(
-        self, g: Tensor, r: Tensor, rows: Rows, lr: float | Tensor, t: float | Tensor
-    ) -> Tensor:
-        f = self.sums.columns(g * r)
-        adam = adam_direction(f, rows, self.betas, self.eps, t, COLUMN_MOMENTS)
-        log_b = rows["column_log_gain"] - lr * adam
-        a = (self.sums.rows((2 * log_b).exp()) / self.sums.shape(r)[1]).sqrt()
-        least = log(torch.finfo(log_b.dtype).eps)
-        rows["column_log_gain"] = (log_b - a.log()).clamp(min=least)
-        return a * self.inner(g, self.sums.rows(r), rows, lr, t)
 
 
 RADII: dict[str, Callable[[tuple[float, float], float], Adam | LogAdam | Fixed]] = {

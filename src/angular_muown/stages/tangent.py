@@ -1,6 +1,6 @@
 """How the polar factor of X heeds the tangent space of the unit rows U: <Q_i, U_i> = 0.
 
-Not at all is the paper's practical algorithm. The other two are beyond it.
+Not at all is the paper's practical algorithm; `Constrained` is its Algorithm 2.
 """
 
 from collections.abc import Callable
@@ -30,13 +30,6 @@ class Free(Summing):
 
     def receive(self, Q: Tensor, U: Tensor, rows: Rows) -> Tensor:
         return Q
-
-
-class Projected(Free):
-    """What the momentum has along its row is left out. Q may still have some of it."""
-
-    def __call__(self, polar: Polar, X: Tensor, U: Tensor) -> Tensor:
-        return polar(tangent_part(X, U))
 
 
 @dataclass
