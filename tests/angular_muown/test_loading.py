@@ -472,3 +472,26 @@ def test_tensors_are_clocks_too() -> None:
     run(other, others, 2, start=3)
     for p, q in zip(params, others, strict=True):
         torch.testing.assert_close(p, q)
+
+
+def test_a_group_without_a_learning_rate_is_refused() -> None:
+    _, opt = trained()
+    saved = opt.state_dict()
+    del saved["param_groups"][0]["lr"]
+    with pytest.raises(ValueError, match="group 0 of the state dict has no lr"):
+        opt.load_state_dict(saved)
+
+
+def test_momentum_that_was_saved_in_float16_is_loaded_in_float32() -> None:
+    """Version 0.1 had state_dtype="float16", whose range is too small."""
+    params, opt = trained()
+    saved = copy.deepcopy(opt.state_dict())
+    for group in saved["param_groups"]:
+        group["state_dtype"] = "float16"
+    for state in saved["state"].values():
+        if "momentum_buffer" in state:
+            state["momentum_buffer"] = state["momentum_buffer"].half()
+    opt.load_state_dict(saved)
+    buffers = [opt.state[p]["momentum_buffer"] for p in params if "momentum_buffer" in opt.state[p]]
+    assert {buffer.dtype for buffer in buffers} == {torch.float32}
+    assert {group["state_dtype"] for group in opt.param_groups} == {None}
