@@ -29,10 +29,9 @@ OTHER_HOSTS = {
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def test_files_and_functions_stay_short() -> None:
+def test_functions_stay_short() -> None:
     for path in SOURCES:
         text = path.read_text()
-        assert len(text.splitlines()) <= 250, path
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef):
                 body = node.body[1:] if ast.get_docstring(node) else node.body
