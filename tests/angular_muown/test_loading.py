@@ -427,7 +427,7 @@ def test_state_that_was_taken_apart_stops_the_step() -> None:
     params, opt = trained()
     run(opt, params, 1, start=3)
     del opt.state[params[1]]["exp_avg"]
-    stops_before_anything_moves(opt, "'b' has no exp_avg")
+    stops_before_anything_moves(opt, "'b' has no tensor exp_avg")
 
 
 @pytest.mark.parametrize(
@@ -445,7 +445,7 @@ def test_values_set_by_hand_stop_the_step(key, value, index) -> None:
     for p in params:
         p.grad = noise(*p.shape, seed=5)
     opt.param_groups[index][key] = value
-    if key == "base_lr" and index == 1:
+    if key == "base_lr" and index == 1 and value == 0.0:
         return opt.step()  # AdamW has no radii
     stops_before_anything_moves(opt, f"(?s)group {index}.*{key}={re.escape(repr(value))}")
     return None
