@@ -7,6 +7,7 @@ A stage asks its `sums` for every total of more than one entry, and for the side
 
 from collections.abc import Callable
 from copy import copy
+from functools import cache
 from math import frexp
 from typing import Self
 
@@ -75,9 +76,15 @@ def _is_ordinary(norm: Tensor) -> bool:
     """Whether the squares of these norms are held with all their digits."""
     if norm.numel() == 0:
         return True
+    low, high = _ordinary_range(norm.dtype)
     least, most = torch.aminmax(norm)
-    range_ = torch.finfo(norm.dtype)
-    return 1e4 * range_.tiny**0.5 < float(least) and float(most) < 0.05 * range_.max**0.5
+    return low < float(least) and float(most) < high
+
+
+@cache
+def _ordinary_range(dtype: torch.dtype) -> tuple[float, float]:
+    info = torch.finfo(dtype)
+    return 1e4 * info.tiny**0.5, 0.05 * info.max**0.5
 
 
 WHOLE = Whole()
