@@ -252,18 +252,21 @@ def _check(path: Path, ranks: Ranks) -> None:
 def _damage(path: Path, ranks: Ranks) -> list[str]:
     """Describe the files that do not match their hashes, the same on every rank; ranks share the
     reading."""
+    damage: list[str] = []
     try:
         content = json.loads((path / HASHES).read_text())
         piece, files = content["piece"], sorted(content["files"].items())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return [f"{HASHES} cannot be read ({error})"]
-    damage = []
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        damage, piece, files = [f"{HASHES} cannot be read ({error})"], 0, []
     for name, expected in files[ranks.rank :: ranks.world]:
-        if not (path / name).is_file():
-            damage.append(f"{name} is missing")
-        elif digest(path / name, piece) != expected:
-            damage.append(f"{name} does not match its hash")
-    return [text for part in ranks.gather(damage) for text in part]
+        try:
+            if not (path / name).is_file():
+                damage.append(f"{name} is missing")
+            elif digest(path / name, piece) != expected:
+                damage.append(f"{name} does not match its hash")
+        except OSError as error:
+            damage.append(f"{name} cannot be read ({error})")
+    return list(dict.fromkeys(text for part in ranks.gather(damage) for text in part))
 
 
 def _seal(folder: Path, ranks: Ranks) -> None:

@@ -65,8 +65,10 @@ class Sigterm:
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGINT and self._interrupted:
             raise KeyboardInterrupt(UNSAVED)
-        innermost = getattr(signal.getsignal(signal.SIGTERM), "__self__", self)
-        innermost.received = True
+        innermost = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+        for context in (self, innermost):  # another library may have a handler of its own
+            if isinstance(context, Sigterm):
+                context.received = True
         if number == signal.SIGINT:
             self._interrupted = True
             os.write(2, self._notice.encode())  # print() is not reentrant

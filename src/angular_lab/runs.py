@@ -63,7 +63,8 @@ def train(
     run = out if isinstance(out, RunDir) else RunDir(out)
     if not run.started:
         _check_new(spec, ranks)
-    check_loggers(spec)
+    if not (run.started and run.done):
+        _check_loggers(spec, ranks)
     mine = ranks.first and not run.claimed
     if mine:
         run.claim()
@@ -81,12 +82,25 @@ def train(
         ranks.barrier()  # all have looked before one writes
         if ranks.first:  # and only now: a spec that cannot run leaves no run
             _write_spec(trainer)
+            run.clear_records()
         _restore(trainer, resume_step)
         _take_steps(trainer)
         return run
     finally:
         if mine:
             run.release()
+
+
+def _check_loggers(spec: Spec, ranks: Ranks) -> None:
+    """Only the first rank logs, and only its machine needs a key; all of them raise."""
+    problem = ""
+    if ranks.first:
+        try:
+            check_loggers(spec)
+        except ValueError as error:
+            problem = str(error)
+    if problem := ranks.gather(problem)[0]:
+        raise ValueError(problem)
 
 
 def _check_new(spec: Spec, ranks: Ranks) -> None:
@@ -119,8 +133,6 @@ def _write_spec(trainer: Trainer) -> None:
 def _take_steps(trainer: Trainer) -> None:
     """Train, and leave a record in the run folder if the run ends before its last step."""
     run, first = trainer.run, trainer.ranks.first
-    if first:
-        run.clear_records()
     try:
         trainer.train()
     except Preempted:

@@ -37,7 +37,7 @@ class Report(NamedTuple):
 
     lines: list[str]  # a line for each parameter, and one for monitors
     present: list[bool]  # whether each parameter has a gradient
-    settings: dict[int, dict[str, Any]]  # of each group that they are in, by its index
+    settings: dict[int, dict[str, Any]]  # of every group, by its index
 
     def digests(self, fresh: bool, device: torch.device) -> Tensor:
         """Filled on the device: a copy from the host would wait for it."""
@@ -72,7 +72,9 @@ class Agreement:
         self.fresh = True
         self.pending: Answer | None = None
 
-    def check(self, works: Sequence[Work], observed: bool) -> None:
+    def check(
+        self, works: Sequence[Work], groups: Sequence[dict[str, Any]], observed: bool
+    ) -> None:
         """Before anything moves. A host does not wait for a GPU: there the answer is looked at in
         the next step, but for a new plan at once."""
         if self.pending is not None:
@@ -83,7 +85,7 @@ class Agreement:
         report = Report(
             [*self.lines, "observed by a monitor" if observed else "not observed"],
             [work.parameter.grad is not None for work in works],
-            {work.index: settings_of(work.group) for work in works},
+            dict(enumerate(map(settings_of, groups))),
         )
         mine = report.digests(self.fresh, self.device)
         codes = mine.new_empty(len(mine) * self.team.size)
@@ -139,9 +141,10 @@ class Agreement:
     def _explain_settings(self, found: list[Report], when: str) -> None:
         first, ranks = found[0].settings, self.team.ranks
         for rank, report in zip(ranks, found, strict=True):
-            for index, group in first.items():
-                for key, value in group.items():
-                    other = report.settings[index][key]
+            for index in first.keys() & report.settings.keys():
+                group, theirs = first[index], report.settings[index]
+                for key in group.keys() & theirs.keys():
+                    value, other = group[key], theirs[key]
                     if repr(other) != repr(value):
                         raise RuntimeError(
                             f"{when}group {index} has {key}={value!r} on rank {ranks[0]} and "

@@ -35,7 +35,7 @@ OWN = ("capturable", "workspace", "wire_dtype", "average")
 
 
 def adapted(saved: Group, own: Group) -> Group:
-    """A saved group with the settings of the group whose place it takes, its clocks on the host."""
+    """A saved group with the settings of the group whose place it takes."""
     group = {**saved, **{key: own[key] for key in OWN}}
     lr = group["lr"]
     if saved["capturable"] is True and not group["capturable"] and isinstance(lr, Tensor):

@@ -344,19 +344,36 @@ def _check_number(
         )
 
 
+def check_group(group: Mapping[str, Any], index: int) -> None:
+    """The values of a group that is part of an optimizer already."""
+    try:
+        check_values(group)
+        check_foreach(group)
+    except ValueError as error:
+        raise ValueError(f"group {index}: {error}") from None
+
+
 def check_fit(
     groups: Mapping[int, Mapping[str, Any]],
     params: Iterable[Tensor],
     states: Iterable[Mapping[str, Any]],
 ) -> None:
-    """The state fits the parameters of these groups, which may have been cast or moved since. Once
-    for every parameter and step: it is short for the host."""
+    """The state fits the parameters of these groups, which may have been cast, moved or resized
+    since. Once for every parameter and step: it is short for the host."""
     adam = next(iter(groups.values()))["algorithm"] == "adamw"
-    name = "exp_avg" if adam else "momentum_buffer"
+    names = ("exp_avg", "exp_avg_sq") if adam else ("momentum_buffer",)
     for p, state in zip(params, states, strict=True):
-        value = state.get(name)
-        if value is None or value.device != p.device or (adam and value.dtype is not p.dtype):
-            _refuse_state(groups, p, name, value)
+        for name in names:
+            value = state.get(name)
+            if (
+                value is None
+                or value.shape != p.shape
+                or value.device != p.device
+                or (adam and value.dtype is not p.dtype)
+            ):
+                _refuse_state(groups, p, name, value)
+        if not isinstance(state["step"], Tensor):
+            _refuse_state(groups, p, "step", None)
 
 
 def _refuse_state(
@@ -371,8 +388,13 @@ def _refuse_state(
     label = f"parameter {next(names)!r}"
     if value is None:
         raise ValueError(
-            f"the state of {label} has no {name}: put it back, or start with fresh state, "
+            f"the state of {label} has no tensor {name}: restore it, or start with fresh state, "
             "optimizer.state.clear()"
+        )
+    if value.shape != p.shape:
+        raise ValueError(
+            f"{label} has shape {tuple(p.shape)}, but its {name} has {tuple(value.shape)}: after "
+            "resizing a parameter, start with fresh state for it, del optimizer.state[p]"
         )
     raise ValueError(
         f"{label} is {p.dtype} on {p.device}, but its {name} is {value.dtype} on {value.device}: "

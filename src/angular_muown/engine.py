@@ -24,6 +24,7 @@ from angular_muown.stages.charts import row_signs, surely_none
 from angular_muown.stages.momentum import heavy_ball
 from angular_muown.state import has_state, made_states, moves_nothing, picked
 from angular_muown.views import Leaf, Stack, stacks
+from angular_muown.wire import failing_together, watch
 
 if TYPE_CHECKING:  # what takes time to import, and is imported where it is needed
     from angular_muown.exchange import Work
@@ -98,6 +99,7 @@ class Engine(torch.optim.Optimizer):
     # underscores: torch leaves attributes out of copies and pickles
     _fused: "FusedGroups | None" = None  # made at the first step on a GPU
     _session: "Exchanges | None" = None  # made at the first step that ranks share
+    _checked: frozenset[Any] | set[Any] = frozenset()  # settings that the last step found valid
     process_group: Any = None
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
@@ -148,7 +150,7 @@ class Engine(torch.optim.Optimizer):
     def _advance(self) -> None:
         """Check what can be checked, then move the weights, and the clocks last: so that an error
         leaves everything as it was."""
-        with self._failing_together():
+        with failing_together() if has_ranks() else nullcontext():
             if self._move():
                 average.update(self.param_groups, self.state)
 
@@ -157,19 +159,24 @@ class Engine(torch.optim.Optimizer):
         groups = self.param_groups
         if capture.is_recording():
             capture.check(groups, self.state)
-        for i, group in enumerate(groups):
-            checks.check_clock(group, i)
+        if self._session is not None:
+            watch(self._session.teams)
+        sets = alike(groups)
+        self._check_settings(sets)
+        batches = [self._batch(indices) for _, indices in sets]
+        works = sorted((work for b in batches for work in b.works), key=lambda work: work.index)
+        if works:
+            self._exchanges.teams = [*dict.fromkeys(work.spread.everyone.ranks for work in works)]
+            watch(self._exchanges.teams)
         active = [checks.with_gradient(group, i) for i, group in enumerate(groups)]
         rehearsal = not self.state and moves_nothing(groups, active)
-        batches = [self._batch(indices) for indices in alike(groups)]
         for batch in batches:
             self._open(batch, [p for i in batch.indices for p in active[i]])
         if rehearsal:
             return False
-        works = [work for batch in batches for work in batch.works]
         counting = self._counting(active, works)
         if works:
-            self._exchanges.check(works, observed=bool(self.observers))
+            self._exchanges.check(works, groups, observed=bool(self.observers))
         counters = [c for batch in batches for c in self._advance_batch(batch)]
         counters += self._advance_shared(works)
         if counters:
@@ -178,13 +185,16 @@ class Engine(torch.optim.Optimizer):
             group["step"] += counts
         return any(counting)
 
-    @staticmethod
-    def _failing_together() -> AbstractContextManager[None]:
-        if not has_ranks():
-            return nullcontext()
-        from angular_muown.wire import failing_together
-
-        return failing_together()
+    def _check_settings(self, sets: list[tuple[Any, list[int]]]) -> None:
+        """Users and schedulers write into groups. What a step reads is looked at in every step,
+        the rest where it has changed."""
+        for i, group in enumerate(self.param_groups):
+            checks.check_clock(group, i)
+        for settings, indices in sets:
+            if settings not in self._checked:
+                for i in indices:
+                    checks.check_group(self.param_groups[i], i)
+        self._checked = {settings for settings, _ in sets}
 
     def _batch(self, indices: list[int]) -> "Batch":
         """Groups that are stepped as one, with their parameters whose step ranks share."""
@@ -198,7 +208,7 @@ class Engine(torch.optim.Optimizer):
         work they have gradients for the same parameters; where each has experts of its own, some
         may have got no tokens."""
         own = [bool(params) for params in active]
-        if not has_ranks():
+        if not has_ranks() or capture.is_recording():  # which wants a gradient for everything
             return own
         matrices = (
             group["params"] for group in self.param_groups if group["algorithm"] == "matrix"
@@ -209,6 +219,8 @@ class Engine(torch.optim.Optimizer):
             return own
         from angular_muown.parts import somewhere
 
+        meshes = dict.fromkeys(p.device_mesh for p in experts)
+        watch(tuple(mesh.mesh.flatten().tolist()) for mesh in meshes)
         return somewhere(own, experts)
 
     def _open(self, batch: "Batch", params: list[Tensor]) -> None:

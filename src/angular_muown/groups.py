@@ -81,25 +81,34 @@ def seed(group: Group) -> int | Tensor | None:
     return group["step"] if group["write_back"] == "stochastic" else None
 
 
-def alike(groups: Sequence[Group]) -> list[list[int]]:
-    """Indices of groups that differ in nothing but their parameters, in the order of the first of
-    each. One step can move all of them, so that a group for each parameter costs no time."""
+OWN_TO_EACH = ("params", "param_names")
+EVERY_STEP = ("lr", "step", "averaged")  # change from step to step
+
+
+def alike(groups: Sequence[Group]) -> list[tuple[Any, list[int]]]:
+    """Find groups that differ in nothing but their parameters: one step can move all of them, so
+    that a group for each parameter costs no time.
+
+    Return a key for the settings that rarely change, and the indices of the groups, for each set of
+    equal ones in the order of their first."""
     found: dict[Any, list[int]] = {}
     for index, group in enumerate(groups):
-        key = frozenset((name, _key(x)) for name, x in group.items() if name not in OWN_TO_EACH)
-        found.setdefault(key, []).append(index)
-    return list(found.values())
-
-
-OWN_TO_EACH = ("params", "param_names")
+        settings = frozenset(
+            (name, _key(x))
+            for name, x in group.items()
+            if name not in OWN_TO_EACH and name not in EVERY_STEP
+        )
+        changing = tuple(_key(group.get(name)) for name in EVERY_STEP)
+        found.setdefault((settings, changing), []).append(index)
+    return [(settings, indices) for (settings, _), indices in found.items()]
 
 
 def _key(value: Any) -> Any:
-    """Equal where values are; a value that cannot be compared is equal to itself alone."""
-    if isinstance(value, list):
-        value = tuple(value)
+    """Equal where values are. A value that cannot be compared is equal to itself alone, as a tensor
+    is, whose hash is its identity."""
+    key = tuple(value) if isinstance(value, list) else value
     try:
-        hash(value)
+        hash(key)
     except TypeError:
         return id(value)
-    return value  # a tensor's hash is its identity
+    return key

@@ -102,16 +102,13 @@ def read(optimizer: Loads, state_dict: StateDict) -> Contents:
     _check_not_lost(optimizer, groups, state_dict["state"])
     states, taken = {}, set()
     for i, (group, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-        read_entries = Entries(group, saved, optimizer)
-        for p, name, key in zip(
-            group["params"], parameter_names(group, i), saved["params"], strict=True
-        ):
+        entries, names = Entries(group, saved, optimizer), parameter_names(group, i)
+        for p, name, key in zip(group["params"], names, saved["params"], strict=True):
             taken.add(key)
             if key in state_dict["state"]:
-                states[p] = read_entries(p, f"parameter {name!r}", state_dict["state"][key])
+                states[p] = entries(p, f"parameter {name!r}", state_dict["state"][key])
     others = {key: value for key, value in state_dict["state"].items() if key not in taken}
-    surprises = _changed_values(optimizer, groups)
-    surprises += _dropped_averages(optimizer, state_dict)
+    surprises = _changed_values(optimizer, groups) + _dropped_averages(optimizer, state_dict)
     return Contents(groups, states, others, surprises)
 
 
@@ -166,7 +163,7 @@ def _list_of(saved: Group, index: int, key: str, count: int) -> list[Any]:
 
 
 def _check_family(optimizer: Loads, state_dict: StateDict) -> None:
-    own = optimizer.param_groups[0]["family"] if optimizer.param_groups else None
+    own = optimizer.param_groups[0]["family"]
     for i, group in enumerate(state_dict["param_groups"]):
         found = group.get("family", "an optimizer outside this package")
         if not isinstance(found, str) or found != own:
@@ -181,6 +178,10 @@ def _complete(optimizer: Loads, index: int, saved: Group) -> Group:
     own = optimizer.param_groups[index]
     start = {key: own[key] for key in ("base_lr",) if key in own}
     group = {**optimizer.defaults, **start, **_copy_of(saved, index, optimizer.defaults)}
+    if "lr" not in saved:
+        raise ValueError(f"group {index} of the state dict has no lr")
+    if group["state_dtype"] == "float16":  # of version 0.1; its range is too small for momentum
+        group["state_dtype"] = None
     for key in CLOCKS:
         if isinstance(group[key], Tensor):
             group[key] = _integer(group[key], group[key])
@@ -222,16 +223,12 @@ def _integer(value: Any, otherwise: Any) -> Any:
 def _check_meaning(optimizer: Loads, saved_groups: list[Group]) -> None:
     for i, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
         for key in MEANING:
-            here, there = (_as_list(g[key]) for g in (group, saved))
+            here, there = (list(v) if isinstance(v := g[key], tuple) else v for g in (group, saved))
             if here != there:
                 raise ValueError(
                     f"group {i} was saved with {key}={there!r}, but has {key}={here!r} here: "
                     f"{FRESH}"
                 )
-
-
-def _as_list(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _check_not_lost(optimizer: Loads, saved_groups: list[Group], states: Any) -> None:
@@ -266,8 +263,8 @@ def _changed_values(optimizer: Loads, saved_groups: list[Group]) -> list[str]:
 
 def _dropped_averages(optimizer: Loads, state_dict: StateDict) -> list[str]:
     """A group that keeps no average would not move one either: it would be out of date."""
-    pairs = zip(optimizer.param_groups, state_dict["param_groups"], strict=True)
-    states = state_dict["state"]
+    states, saved_groups = state_dict["state"], state_dict["param_groups"]
+    pairs = zip(optimizer.param_groups, saved_groups, strict=True)
     return [
         f"group {i}: the state dict has averages of the weights, which are left out, because "
         f"average=None here; to continue with them, set average={saved.get('average')!r} when the "
@@ -323,8 +320,7 @@ class Entries:
         if name == "step":
             return self._counter(p, f"step of {label} in the state dict", value)
         wanted = self._shape(p, name)
-        ours = name in (*self._shaped, *self.vectors)
-        if ours:
+        if name in (*self._shaped, *self.vectors):
             _check_tensor(value, name, label, p, wanted)
         elif not isinstance(value, Tensor) or value.is_meta or tuple(value.shape) != wanted:
             return _copied(value, p, f"{name} in the state of {label}")  # the user's
@@ -359,6 +355,8 @@ class Entries:
             value = whole(value)
         if not self.matrices and name in MOMENTS:
             value = value.to(p.dtype)
+        elif name == "momentum_buffer" and value.dtype == torch.float16:
+            value = value.float()
         return value if vector else value.contiguous()  # matrices of it have to be views
 
 

@@ -162,6 +162,7 @@ class Exchanges:
 
     def __init__(self) -> None:
         self.known: dict[Any, Sharing] = {}
+        self.teams: list[tuple[int, ...]] = []  # ranks that shared the last step
         # by group and place in it
         self.places: dict[tuple[int, int], tuple[Any, Spread | None]] = {}
         self.alike: dict[Any, Spread | None] = {}  # one for all parameters that lie the same way
@@ -196,10 +197,10 @@ class Exchanges:
                 known = self.known[teams] = Sharing(members)
             yield known, members
 
-    def check(self, works: Sequence[Work], observed: bool) -> None:
+    def check(self, works: Sequence[Work], groups: Sequence[Group], observed: bool) -> None:
         """Whether the ranks are about to do the same."""
         for sharing, members in self.of(works):
-            sharing.agreement.check(members, observed)
+            sharing.agreement.check(members, groups, observed)
 
     def run(
         self, works: Sequence[Work], update: Update, observers: Sequence[Observer] = ()

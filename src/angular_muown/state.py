@@ -23,13 +23,15 @@ def moves_nothing(groups: Sequence[dict[str, Any]], active: Sequence[Sequence[Te
     gradients. It shall create the state and change nothing: no counter, no weight."""
     if any(float(group["lr"]) != 0 for group in groups):
         return False
-    params = [p for some in active for p in some]
-    moves = any(bool(local(p.grad).any()) for p in params if p.grad is not None)
-    if not any(map(is_sharded, params)):
+    grads = [p.grad for params in active for p in params if p.grad is not None]
+    moves = any(bool(local(grad).any()) for grad in grads)
+    # Also those without a gradient here: a collective is entered by all ranks or by none.
+    sharded = [p for group in groups for p in group["params"] if is_sharded(p)]
+    if not sharded:
         return not moves
     from angular_muown.parts import somewhere  # only where there are ranks
 
-    return not somewhere([moves], params)[0]
+    return not somewhere([moves], sharded)[0]
 
 
 def made_states(

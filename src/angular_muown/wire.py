@@ -4,34 +4,31 @@ A rank that fails leaves the others in a collective that nobody ends before its 
 leaves a message in the job's store, and ranks that wait on the CPU look there every now and then.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_default_store
 
 from angular_muown.spread import Team
 
 LOOK_EVERY = timedelta(seconds=1)
-_step = count(1)  # of this process; ranks that share work step together, so theirs are the same
-_watched: list[str] = []  # the key of the step that is under way
+Ranks = tuple[int, ...]
+_steps: Counter[Ranks] = Counter()  # taken by the same ranks together; the same number on each
+_watched: dict[Ranks, str] = {}  # keys of the step that is under way
 
 
 class PeerError(RuntimeError):
-    """Another rank failed; its message is ours."""
+    """Another rank failed. The message is the one it left."""
 
 
 @contextmanager
 def failing_together() -> Iterator[None]:
-    """Inside, an error on one rank ends the step on all of them. Steps are numbered, so that an
-    error that was handled does not end a later one."""
-    key = f"angular_muown/step {next(_step)}"
-    _watched.append(key)
+    """Inside, after `watch`, an error on one rank ends the step on the ranks that share it."""
     try:
         yield
     except PeerError:
@@ -39,17 +36,36 @@ def failing_together() -> Iterator[None]:
     except Exception as error:
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         what = f"{type(error).__name__}: {error}{notes}"
-        message = f"rank {dist.get_rank()} failed in its step: {what}"
-        _get_default_store().set(key, message)
+        for key in _watched.values():
+            with suppress(Exception):  # a store that is gone must not hide the error
+                _store().set(key, f"rank {dist.get_rank()} failed in its step: {what}")
         raise
     finally:
-        _watched.remove(key)
+        _watched.clear()
+
+
+def watch(teams: Iterable[Ranks]) -> None:
+    """From here to its end, these ranks take a step together. Steps are numbered for each set of
+    ranks, so that an error that was handled does not end a later step."""
+    for ranks in teams:
+        if ranks not in _watched:
+            _steps[ranks] += 1
+            _watched[ranks] = f"angular_muown/{'-'.join(map(str, ranks))}/{_steps[ranks]}"
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
 
 
 def _look() -> None:
-    for key in _watched:
-        if _get_default_store().check([key]):
-            raise PeerError(_get_default_store().get(key).decode())
+    """Raise what a rank that failed has left."""
+    for key in _watched.values():
+        message = b""
+        with suppress(Exception):  # the network's own error is raised then
+            if _store().check([key]):
+                message = _store().get(key)
+        if message:
+            raise PeerError(message.decode())
 
 
 def wait(handle: Any, device: torch.device) -> None:
@@ -64,7 +80,8 @@ def wait(handle: Any, device: torch.device) -> None:
         except RuntimeError:
             _look()  # a rank that failed is the cause of what the network reports, too
             if handle.is_completed():
-                raise
+                handle.wait()  # raises if it failed; it may just have ended
+                return
 
 
 def all_gather(to: Tensor, own: Tensor, team: Team) -> None:

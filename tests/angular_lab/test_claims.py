@@ -65,6 +65,7 @@ def test_what_began_stays(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     run.claim()
     (run.path / "spec.json").touch()
+    run.append(run.metrics_path, {"step": 1})
     run.release()
     assert run.started
     run.release()  # a second time: nothing

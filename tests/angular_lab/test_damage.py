@@ -198,3 +198,26 @@ def test_ranks_share_the_hashing(data, tmp_path) -> None:
     for rank in ranks:
         rank.join(LIMIT)
         assert rank.exitcode not in (0, None, -signal.SIGKILL), "every rank refuses"
+
+
+def test_a_file_that_the_disk_cannot_read_is_damage(run, monkeypatch) -> None:
+    """It names the newest good step, as for a flipped bit."""
+    digest, bad = checkpoint.digest, _folder(run, 9)
+
+    def read(path: Path, piece: int) -> str:
+        if path.parent == bad:
+            raise OSError(5, "Input/output error")
+        return digest(path, piece)
+
+    monkeypatch.setattr(checkpoint, "digest", read)
+    with pytest.raises(ValueError, match=r"cannot be read .*Input/output.*newest good step is 8"):
+        load_run(run)
+
+
+def test_a_record_of_a_stop_goes_when_the_run_cannot_continue(data, run) -> None:
+    """A script that requeues stopped runs would try it again and again."""
+    RunDir(run).record_stop(75, 9)
+    _flip_bit(_folder(run, 9) / FILES[0])
+    with pytest.raises(ValueError, match="is damaged"):
+        train(tiny(data, keep=9), run, resume=True, device="cpu")
+    assert not (run / "STOPPED").exists()

@@ -88,6 +88,7 @@ def test_each_worker_gets_its_gpu(
         run_in_processes([Sweep(small(data), tmp_path)], 3)
     assert [task.device for task in tasks] == ["cuda:0", "cuda:1", "cuda:0"]
     current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     assert start_ranks(tasks[1].device).device == torch.device("cuda", 1)
     assert current == [torch.device("cuda", 1)]

@@ -68,8 +68,11 @@ def test_angles_micro_batches_and_a_resume_by_more_ranks(data, tmp_path) -> None
     values = {"steps": 6, "eval_tokens": 160, "eval_every": 3, "save_every": 3, "angle_every": 2,
               "micro_batch": 1, "tensor": 2, "parallel": "fsdp"}  # fmt: skip
     spec = tiny(data, **values)
-    train(spec, tmp_path / "alone")
+    train(replace(spec, tensor=1), tmp_path / "alone")
     shutil.copytree(tmp_path / "alone", tmp_path / "four")
+    content = json.loads((tmp_path / "four" / "spec.json").read_text())
+    content["spec"]["tensor"] = 2  # one process cannot start it: it did resume it
+    (tmp_path / "four" / "spec.json").write_text(json.dumps(content))
     (tmp_path / "four" / "DONE").unlink()
     shutil.rmtree(tmp_path / "four" / "checkpoints" / "step_00000006")
     train_on(4, spec, tmp_path / "four")

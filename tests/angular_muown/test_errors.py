@@ -302,3 +302,45 @@ def test_momentum_in_float16_is_refused(dtype: Any) -> None:
     """Gradients of 1e-9 would be zeros in it, and gradients of 1e5 infinite."""
     with pytest.raises(ValueError, match=r"state_dtype='float16' is not valid: .*'bfloat16'"):
         AngularMuown([parameter(4, 3)], state_dtype=dtype)
+
+
+def break_state(opt: Any, v: Any, key: str, value: Any) -> None:
+    if value is None:
+        del opt.state[v][key]
+    else:
+        opt.state[v][key] = value
+
+
+BROKEN: dict[str, Any] = {
+    "exp_avg_sq of 'v' is gone": lambda opt, v: break_state(opt, v, "exp_avg_sq", None),
+    "exp_avg of 'v' is shorter": lambda opt, v: break_state(opt, v, "exp_avg", torch.zeros(2)),
+    "'v' grew": lambda opt, v: setattr(v, "data", torch.zeros(9)),
+    "step of 'v' is a number": lambda opt, v: break_state(opt, v, "step", 3),
+    "group 1 has one beta": lambda opt, v: opt.param_groups[1].update(betas=(0.9,)),
+    "group 1 has eps='x'": lambda opt, v: opt.param_groups[1].update(eps="x"),
+    "group 1 has no decay": lambda opt, v: opt.param_groups[1].update(weight_decay=None),
+    "group 1 has foreach and a tensor": lambda opt, v: opt.param_groups[1].update(
+        foreach=True, lr=torch.tensor(0.1)
+    ),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_what_was_broken_by_hand_is_refused_before_anything_moves(how: str) -> None:
+    """The matrices come first, and AdamW would fail after them."""
+    w, v = parameter(4, 6), nn.Parameter(torch.zeros(4))
+    opt = AngularMuown(
+        [{"params": [("w", w)]}, {"params": [("v", v)], "algorithm": "adamw"}], lr=0.1
+    )
+    for p in (w, v):
+        p.grad = torch.ones_like(p)
+    opt.step()
+    BROKEN[how](opt, v)
+    v.grad = torch.ones_like(v)
+    before, clocks = w.detach().clone(), [group["step"] for group in opt.param_groups]
+    counter = opt.state[w]["step"].clone()
+    with pytest.raises(ValueError, match="'v'" if "'v'" in how else "group 1"):
+        opt.step()
+    assert torch.equal(w, before)
+    assert [group["step"] for group in opt.param_groups] == clocks
+    assert opt.state[w]["step"] == counter

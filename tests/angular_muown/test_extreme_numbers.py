@@ -27,12 +27,15 @@ def one_step(member: type[Engine], size: float, dtype: torch.dtype, **values: An
     return p.detach().double() / size
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_norms_neither_overflow_nor_underflow(size: float) -> None:
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [*((size, torch.float32) for size in SIZES), (1e-200, torch.float64), (1e300, torch.float64)],
+)
+def test_norms_neither_overflow_nor_underflow(size: float, dtype: torch.dtype) -> None:
     X = noise(4, 7, seed=3)
-    small = (X * size).float()
+    scaled = (X * size).to(dtype)
     for norm in (row_norm, WHOLE.row_norm, WHOLE.frobenius):
-        torch.testing.assert_close(norm(small).double() / size, norm(X), rtol=1e-6, atol=0)
+        torch.testing.assert_close(norm(scaled).double() / size, norm(X), rtol=1e-6, atol=0)
 
 
 def test_scaling_by_powers_of_two_changes_no_bit() -> None:

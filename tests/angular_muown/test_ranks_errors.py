@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from angular_muown import AngleMonitor, AngularMuown, MagnitudeDirection, engine
+from angular_muown import AngleMonitor, AngularMuown, MagnitudeDirection, engine, wire
 from angular_muown.engine import Engine
 from angular_muown.stages import orthogonalize
 from tests.angular_muown.family import noise, parameter
@@ -332,3 +333,134 @@ def test_tensors_of_numbers_are_compared_too() -> None:
         assert "group 0 has lr=0.10000000149011612 on rank 0 and lr=0.20000000298023224" in str(
             outcome
         )
+
+
+def one_group_among_three(name: str) -> None:
+    """Groups whose order must not depend on their values, and one of AdamW."""
+    placement = PLACEMENTS[name]
+    own, params = made([{"shapes": [(6, 5)]}] * 3, placement, torch.float64)
+    own.append({"params": [("v", parameter(4, 3))], "algorithm": "adamw"})
+    for group, lr in zip(own, (0.1, 0.2, 0.1, 0.1), strict=True):
+        group["lr"] = lr
+    optimizer = AngularMuown(own)
+    for i, (p, _) in enumerate(params):
+        p.grad = place(noise(6, 5, seed=i), placement)
+    optimizer.step()
+    if dist.get_rank() == 1:
+        optimizer.param_groups[2]["lr"] = 0.3
+    optimizer.step()
+
+
+def test_the_group_that_differs_is_named_among_others() -> None:
+    for outcome in on_ranks(2, one_group_among_three, "rows"):
+        assert "group 2 has lr=0.1 on rank 0 and lr=0.3 on rank 1" in str(outcome)
+
+
+def other_adamw() -> None:
+    optimizer, _ = optimizer_of("rows")
+    v = parameter(4, 3)
+    optimizer.add_param_group(
+        {"params": [("v", v)], "algorithm": "adamw", "lr": 0.1 + dist.get_rank()}
+    )
+    optimizer.step()
+
+
+def test_groups_of_adamw_are_compared_too() -> None:
+    for outcome in on_ranks(2, other_adamw):
+        assert "group 1 has lr=0.1 on rank 0 and lr=1.1 on rank 1" in str(outcome)
+
+
+def solo(fails: bool) -> None:
+    """A step of an optimizer that only this rank has."""
+    p = parameter(6, 5)
+    p.grad = noise(6, 5, seed=1)
+    optimizer = AngularMuown([p], process_group=False)
+    if fails:
+        optimizer.param_groups[0]["lr"] = float("nan")
+    with suppress(ValueError):
+        optimizer.step()
+
+
+def beside_another(fails: bool) -> int:
+    """Rank 0 has taken a step of its own more than the others: an error in that one is its own, and
+    an error in a shared one is found by the others."""
+    optimizer, _ = optimizer_of("rows")
+    if dist.get_rank() == 0:
+        solo(not fails)
+    optimizer.step()
+    if dist.get_rank() == 0:
+        time.sleep(2.5)  # the others look for errors
+        if fails:
+            optimizer.param_groups[0]["lr"] = float("nan")
+    try:
+        optimizer.step()
+    except ValueError:
+        time.sleep(5)
+        raise
+    return optimizer.param_groups[0]["step"]
+
+
+def test_a_step_that_is_not_shared_does_not_matter_to_others() -> None:
+    assert results(2, beside_another, False) == [2, 2]
+
+
+def test_an_error_is_found_whatever_else_a_rank_has_stepped() -> None:
+    began = time.monotonic()
+    for rank, outcome in enumerate(on_ranks(2, beside_another, True, patience=60)):
+        assert isinstance(outcome, RankError)
+        assert "group 0 has lr=nan" in str(outcome)
+        assert ("rank 0 failed in its step" in str(outcome)) == (rank == 1)
+    assert time.monotonic() - began < 30
+
+
+def slow_look() -> int:
+    """The collective ends while rank 1 looks for errors: that is no error."""
+    optimizer, _ = optimizer_of("rows")
+    optimizer.step()
+    look = wire._look
+
+    def slowly() -> None:
+        look()
+        time.sleep(1)
+
+    wire._look = slowly
+    if dist.get_rank() == 0:
+        time.sleep(1.5)
+    optimizer.step()
+    return optimizer.param_groups[0]["step"]
+
+
+def test_a_collective_that_ends_during_a_look_has_not_failed() -> None:
+    assert results(2, slow_look) == [2, 2]
+
+
+def without_a_store() -> None:
+    optimizer, _ = optimizer_of("rows")
+    optimizer.step()
+
+    def gone() -> Any:
+        raise OSError("the store is gone")
+
+    wire._store = gone
+    optimizer.param_groups[0]["lr"] = float("nan")
+    optimizer.step()
+
+
+def test_a_store_that_is_gone_does_not_hide_the_error() -> None:
+    for outcome in on_ranks(2, without_a_store):
+        assert "group 0 has lr=nan" in str(outcome)
+        assert "During handling" not in str(outcome)
+
+
+def first_step_at_rate_zero() -> list[int]:
+    """Rank 1's experts got no tokens in the first step of a warm-up."""
+    p = nn.Parameter(place(parameter(4, 6, 5).detach(), PLACEMENTS["rows"]))
+    optimizer = AngularMuown([{"params": [("experts", p)], "view": "stack"}], lr=0.0)
+    grad = place(noise(4, 6, 5, seed=1), PLACEMENTS["rows"])
+    p.grad = grad if dist.get_rank() == 0 else None
+    optimizer.step()
+    return [group["step"] for group in optimizer.param_groups]
+
+
+def test_experts_without_tokens_in_a_first_step_at_rate_zero() -> None:
+    assert results(2, first_step_at_rate_zero) == [[1], [1]]

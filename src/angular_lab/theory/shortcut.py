@@ -39,7 +39,9 @@ def tiny_spec(data: str) -> Spec:
     """Seconds: for a look at the page, not at the numbers."""
     base = nano_spec(data)
     model = replace(base.model, layers=1, width=24, heads=2, mlp=32, sequence=32)
-    return replace(base, model=model, steps=6, batch=2, eval_tokens=64, save_every=6)
+    schedule = replace(base.schedule, warmup=2)
+    values = {"steps": 6, "batch": 2, "eval_tokens": 64, "save_every": 6}
+    return replace(base, model=model, schedule=schedule, **values)
 
 
 def measure(spec: Spec, looks: Sequence[int] = LOOKS) -> dict[str, Any]:

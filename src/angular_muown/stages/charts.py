@@ -26,7 +26,7 @@ class Split(NamedTuple):
 
 def nonzero(x: Tensor) -> Tensor:
     """A divisor: 1 in place of an exact zero. A floor such as 1e-7 would bend small values too."""
-    return x.masked_fill(x == 0, 1.0)
+    return x.masked_fill(x.logical_not(), 1.0)
 
 
 def surely_none(mask: Tensor) -> bool:

@@ -7,12 +7,12 @@ A stage asks its `sums` for every total of more than one entry, and for the side
 
 from collections.abc import Callable
 from copy import copy
+from functools import cache
+from math import frexp
 from typing import Self
 
 import torch
 from torch import Tensor
-
-ORDINARY = 1e-15, 1e18  # norms in between have squares that float32 holds with all their digits
 
 
 class Whole:
@@ -65,15 +65,26 @@ def _norm(
         if _is_ordinary(found):
             return found
     top = largest(X)
-    power = torch.ldexp(torch.ones_like(top), torch.frexp(top).exponent.clamp(-126, 126))
+    limit = (
+        frexp(torch.finfo(X.dtype).max)[1] - 2
+    )  # of exponents whose power and inverse are normal
+    power = torch.ldexp(torch.ones_like(top), torch.frexp(top).exponent.clamp(-limit, limit))
     return power * norm(X / power)
 
 
 def _is_ordinary(norm: Tensor) -> bool:
+    """Whether the squares of these norms are held with all their digits."""
     if norm.numel() == 0:
         return True
+    low, high = _ordinary_range(norm.dtype)
     least, most = torch.aminmax(norm)
-    return ORDINARY[0] < float(least) and float(most) < ORDINARY[1]
+    return low < float(least) and float(most) < high
+
+
+@cache
+def _ordinary_range(dtype: torch.dtype) -> tuple[float, float]:
+    info = torch.finfo(dtype)
+    return 1e4 * info.tiny**0.5, 0.05 * info.max**0.5
 
 
 WHOLE = Whole()
