@@ -3,7 +3,7 @@
     python benchmarks/orthogonalize.py --json results/orthogonalize_h200.json
 
 Paths: `plain`, batched products in bf16 as published; `single` and `pairs`, the two forms of
-angular_muown.kernels.schedule in float16, of which the dispatch takes the one marked *. TFLOP/s
+angular_muown.kernels.polar_chain in float16, of which the dispatch takes the one marked *. TFLOP/s
 count what five iterations with symmetric products must compute, so paths compare by them. The
 error is relative to the same iteration in float64. Needs a GPU.
 """
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from angular_muown.kernels import products
-from angular_muown.kernels.schedule import SCALE, Product, allocate, chain_for
-from angular_muown.kernels.schedule import products as chain_of
+from angular_muown.kernels.polar_chain import SCALE, Product, allocate, chain_for
+from angular_muown.kernels.polar_chain import products as chain_of
 from angular_muown.stages.orthogonalize import POLAR_EXPRESS, POLAR_EXPRESS_MARGIN, polar_express
 
 SHAPES = [(48, 768, 768), (24, 2048, 768), (12, 768, 2048), (32, 2048, 2048), (32, 512, 2048)]

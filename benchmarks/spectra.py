@@ -3,8 +3,8 @@
     python benchmarks/spectra.py --json results/spectra.json
 
 Products are computed in float64 and rounded as a GPU would store them: `bf16` is the iteration as
-published, the others are forms of angular_muown.kernels.schedule in float16. Numbers are relative
-errors of Q (Frobenius) against the iteration without rounding.
+published, the others are forms of angular_muown.kernels.polar_chain in float16. Numbers are
+relative errors of Q (Frobenius) against the iteration without rounding.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from angular_muown.kernels.schedule import SCALE, Kind, products
+from angular_muown.kernels.polar_chain import SCALE, Kind, products
 from angular_muown.stages.orthogonalize import POLAR_EXPRESS, POLAR_EXPRESS_MARGIN
 
 Round = Callable[[Tensor], Tensor]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from angular_muown import AngleMonitor, AngularMuown, NorMuown, averaging
 from angular_muown.engine import Engine
-from angular_muown.kernels.mailbox import PLACES, Mailbox
+from angular_muown.kernels.pointers import PLACES, Mailbox
 from tests.angular_muown.family import FUSED
 
 pytestmark = [
@@ -215,12 +215,12 @@ def test_a_measured_step_copies_no_weights() -> None:
 
 def test_a_second_optimizer_compiles_nothing() -> None:
     """Nor does another number of matrices of a known shape, another lr or another step."""
-    from angular_muown.kernels import after, apply, before, norms, symmetric
 
-    kernels = [before.before_kernel, after.after_kernel, symmetric.symmetric_kernel]
-    kernels += [apply.apply_kernel]
-    kernels += [norms.scales_kernel, norms.normalize_kernel]
-    kernels += [norms.squares_kernel, norms.second_moment_kernel]
+    from angular_muown.kernels.triton import matmul, rows
+
+    kernels = [rows.before_kernel, rows.after_kernel, matmul.symmetric_kernel]
+    kernels += [matmul.apply_kernel, rows.scales_kernel, rows.normalize_kernel]
+    kernels += [rows.squares_kernel, rows.second_moment_kernel]
 
     def step(count: int) -> int:
         params = [nn.Parameter(torch.randn(384, 512, device="cuda")) for _ in range(count)]

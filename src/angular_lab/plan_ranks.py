@@ -19,8 +19,8 @@ from angular_lab.plots import Panel, Trace, save_png
 from angular_lab.rank_cost import Exchange, Machine, Team, estimate, polar_operations
 from angular_lab.rank_models import Grid, Shapes, pretended, sharded_model
 from angular_muown import AngularMuown, plan
-from angular_muown.assignment import Assignment
-from angular_muown.state import init_state
+from angular_muown.distributed.assignment import Assignment
+from angular_muown.params.state import init_state
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from angular_lab.rank_machine import Machine, Team
-from angular_muown.assignment import GRAM_BYTES, GRAM_SUMS, Assignment, Job
+from angular_muown.distributed.assignment import GRAM_BYTES, GRAM_SUMS, Assignment, Job
 
 ITERATIONS = 5  # of Polar Express and of the quintic
 # Bytes that a step moves in memory for an entry of a float32 matrix on its rank: tensors read and

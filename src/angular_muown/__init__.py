@@ -1,10 +1,16 @@
 """AngularMuown and its family: Muon with the angle of every step made explicit."""
 
 from angular_muown.monitor import AngleMonitor
-from angular_muown.muons import Muon, NorMuon
-from angular_muown.optimizers import AngularMuown, Muown, NorMuown
-from angular_muown.plan import Plan, plan
-from angular_muown.rivals import Hyperball, MagnitudeDirection
+from angular_muown.optimizers import (
+    AngularMuown,
+    Hyperball,
+    MagnitudeDirection,
+    Muon,
+    Muown,
+    NorMuon,
+    NorMuown,
+)
+from angular_muown.params.plan import Plan, plan
 from angular_muown.schedules import averaging, cosine, inverse_polynomial, wsd
 
 __version__ = "0.1.0"

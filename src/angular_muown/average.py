@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from angular_muown.groups import Group
-from angular_muown.placement import is_sharded, local
-from angular_muown.rounding import healed
+from angular_muown.distributed.mesh import is_sharded, local
+from angular_muown.params.options import Group
+from angular_muown.params.rounding import healed
 from angular_muown.schedules import averaging
 
 States = Mapping[Tensor, dict[str, Any]]

@@ -13,61 +13,25 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # imports dynamo at the first call, not with us
 
-from angular_muown import adamw, average, capture, checks
-from angular_muown.groups import ENGINE_DEFAULTS, alike, plain_values, plainly, rates
-from angular_muown.kernels.dispatch import runs_on
-from angular_muown.layout import Layout
-from angular_muown.loading import load_checked
-from angular_muown.placement import has_ranks, is_sharded
-from angular_muown.recipe import Equation, Observer, Recipe, finish
-from angular_muown.stages.charts import row_signs, surely_none
-from angular_muown.stages.momentum import heavy_ball
-from angular_muown.state import has_state, made_states, moves_nothing, picked
-from angular_muown.views import Leaf, Stack, stacks
-from angular_muown.wire import failing_together, watch
+from angular_muown import adamw, average, cuda_graph
+from angular_muown.distributed.collectives import failing_together, watch
+from angular_muown.distributed.mesh import has_ranks, is_sharded
+from angular_muown.kernels.coverage import runs_on
+from angular_muown.params import options
+from angular_muown.params.layout import Layout
+from angular_muown.params.loading import load_checked
+from angular_muown.params.options import ENGINE_DEFAULTS, alike, plain_values, plainly, rates
+from angular_muown.params.stacks import Leaf, stacks
+from angular_muown.params.state import has_state, made_states, moves_nothing, picked
+from angular_muown.update import Observer, Recipe, update_alone
 
 if TYPE_CHECKING:  # what takes time to import, and is imported where it is needed
-    from angular_muown.exchange import Work
-    from angular_muown.exchange_report import ExchangePlan
-    from angular_muown.kernels.groups import FusedGroups
-    from angular_muown.sharing import Exchanges
+    from angular_muown.distributed.assignment import ExchangePlan
+    from angular_muown.distributed.exchange import Work
+    from angular_muown.distributed.session import Exchanges
+    from angular_muown.kernels.fused import FusedGroups
 
 States = list[dict[str, Any]]
-
-
-def update(stack: Stack, recipe: Recipe, group: dict[str, Any]) -> Equation:
-    """One step of every matrix of a stack: the family's equation, top to bottom.
-
-    It pauses at the only place where matrices must be whole: where they lie over ranks, each rank
-    computes its part of all the rest.
-    """
-    recipe = recipe.over(stack.sums)
-    (lr, radius_lr), rows = rates(group, stack.compute), stack.gather_rows()
-    at = recipe.chart.split(stack.gather_W(), stack.gather_G(), rows)
-    M, X = heavy_ball(stack.gather_M(), at.T, group["momentum"], group["nesterov"])
-    Q = yield recipe.tangent.send(X, at.U, rows), at.U  # the polar factor of X
-    Q = recipe.tangent.receive(Q, at.U, rows)
-    Q = recipe.normalize(Q, at.U, rows)
-    # Decoupled decay, W <- (1 - lr weight_decay) W: since W = g U, it shrinks through g alone.
-    g = at.g * (1 - lr * group["weight_decay"]) if group["weight_decay"] else at.g
-    g = recipe.radius(g, at.r, rows, radius_lr, stack.t)
-    W = recipe.chart.join(at, -lr * recipe.kappa * recipe.scale(*stack.shape) * Q, g, rows)
-    if recipe.radius.signed and not surely_none(g < 0):
-        signs = row_signs(g)  # rows whose length crossed zero turn round, with all along them
-        M, rows["exp_avg"] = M * signs, rows["exp_avg"] * signs
-    stack.write(W, M, rows)
-
-
-def update_alone(
-    stack: Stack, recipe: Recipe, group: dict[str, Any], observers: Sequence[Observer] = ()
-) -> None:
-    """The step of matrices that are all here."""
-    equation = update(stack, recipe, group)
-    X, U = next(equation)
-    Q = recipe.tangent(recipe.orthogonalize, X, U)
-    for observe in observers:
-        observe(stack.parts, U, recipe.tangent.receive(Q, U, {}), None)
-    finish(equation, Q)
 
 
 @dataclass
@@ -95,6 +59,7 @@ def without_autocast(groups: Sequence[dict[str, Any]]) -> ExitStack:
 class Engine(torch.optim.Optimizer):
     """Base of the family. A member gives defaults and `recipe(group)`, nothing else."""
 
+    family: str = ""  # the member whose state this is; a subclass of a member keeps its parent's
     observers: tuple[Observer, ...] = ()  # set on an instance by AngleMonitor, never saved
     # underscores: torch leaves attributes out of copies and pickles
     _fused: "FusedGroups | None" = None  # made at the first step on a GPU
@@ -103,8 +68,8 @@ class Engine(torch.optim.Optimizer):
     process_group: Any = None
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        self.process_group = checks.check_process_group(defaults.pop("process_group", None))
-        checks.check_no_model(params, type(self).__name__)
+        self.process_group = options.check_process_group(defaults.pop("process_group", None))
+        options.check_no_model(params, type(self).__name__)
         super().__init__(params, {**ENGINE_DEFAULTS, **plain_values(defaults)})
 
     def recipe(self, group: dict[str, Any]) -> Recipe:
@@ -113,11 +78,11 @@ class Engine(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Checks everything before the group is added: an error leaves the optimizer as it was."""
-        checks.check_keys(param_group, self.defaults, type(self).__name__)
+        options.check_keys(param_group, self.defaults, type(self).__name__)
         param_group = plainly(param_group, self.defaults, type(self))
-        param_group["params"] = checks.listed(param_group["params"])
+        param_group["params"] = options.listed(param_group["params"])
         group = {**self.defaults, **param_group}
-        checks.check_values(group)
+        options.check_values(group)
         param_group.setdefault("base_lr", float(group["lr"]))
         super().add_param_group(param_group)
         self.release()
@@ -126,15 +91,15 @@ class Engine(torch.optim.Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
-        capture.to_device(self.param_groups[-1])
+        cuda_graph.to_device(self.param_groups[-1])
 
     def _check_parameters(self, index: int) -> None:
         group = self.param_groups[index]
         if not group["params"]:
             raise ValueError(f"group {index} has no parameters: leave it out")
-        checks.check_foreach(group)
-        for p, name in zip(group["params"], checks.parameter_names(group, index), strict=True):
-            checks.check_parameter(p, name, group)
+        options.check_foreach(group)
+        for p, name in zip(group["params"], options.parameter_names(group, index), strict=True):
+            options.check_parameter(p, name, group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -157,8 +122,8 @@ class Engine(torch.optim.Optimizer):
     def _move(self) -> bool:
         """The step itself; whether it was one."""
         groups = self.param_groups
-        if capture.is_recording():
-            capture.check(groups, self.state)
+        if cuda_graph.is_recording():
+            cuda_graph.check(groups, self.state)
         if self._session is not None:
             watch(self._session.teams)
         sets = alike(groups)
@@ -168,7 +133,7 @@ class Engine(torch.optim.Optimizer):
         if works:
             self._exchanges.teams = [*dict.fromkeys(work.spread.everyone.ranks for work in works)]
             watch(self._exchanges.teams)
-        active = [checks.with_gradient(group, i) for i, group in enumerate(groups)]
+        active = [options.with_gradient(group, i) for i, group in enumerate(groups)]
         rehearsal = not self.state and moves_nothing(groups, active)
         for batch in batches:
             self._open(batch, [p for i in batch.indices for p in active[i]])
@@ -189,11 +154,11 @@ class Engine(torch.optim.Optimizer):
         """Users and schedulers write into groups. What a step reads is looked at in every step,
         the rest where it has changed."""
         for i, group in enumerate(self.param_groups):
-            checks.check_clock(group, i)
+            options.check_clock(group, i)
         for settings, indices in sets:
             if settings not in self._checked:
                 for i in indices:
-                    checks.check_group(self.param_groups[i], i)
+                    options.check_group(self.param_groups[i], i)
         self._checked = {settings for settings, _ in sets}
 
     def _batch(self, indices: list[int]) -> "Batch":
@@ -208,7 +173,7 @@ class Engine(torch.optim.Optimizer):
         work they have gradients for the same parameters; where each has experts of its own, some
         may have got no tokens."""
         own = [bool(params) for params in active]
-        if not has_ranks() or capture.is_recording():  # which wants a gradient for everything
+        if not has_ranks() or cuda_graph.is_recording():  # which wants a gradient for everything
             return own
         matrices = (
             group["params"] for group in self.param_groups if group["algorithm"] == "matrix"
@@ -217,7 +182,7 @@ class Engine(torch.optim.Optimizer):
         experts = [p for params in matrices for p in params if is_sharded(p) and p not in elsewhere]
         if not experts:
             return own
-        from angular_muown.parts import somewhere
+        from angular_muown.distributed.reductions import somewhere
 
         meshes = dict.fromkeys(p.device_mesh for p in experts)
         watch(tuple(mesh.mesh.flatten().tolist()) for mesh in meshes)
@@ -232,7 +197,7 @@ class Engine(torch.optim.Optimizer):
             owned = (p for i in batch.indices for p in self.param_groups[i]["params"])
             taking = [p for p in owned if p in elsewhere or has_state(p)]
         states = made_states(self.state, taking, batch.group, batch.recipe)
-        checks.check_fit({i: self.param_groups[i] for i in batch.indices}, taking, states)
+        options.check_fit({i: self.param_groups[i] for i in batch.indices}, taking, states)
         batch.params, batch.states = params, picked(states, taking, params)
 
     def _advance_batch(self, batch: "Batch") -> list[Tensor]:
@@ -253,7 +218,7 @@ class Engine(torch.optim.Optimizer):
     @property
     def _exchanges(self) -> "Exchanges":
         if self._session is None:
-            from angular_muown.sharing import Exchanges
+            from angular_muown.distributed.session import Exchanges
 
             self._session = Exchanges()
         return self._session
@@ -272,11 +237,11 @@ class Engine(torch.optim.Optimizer):
     def _advance_shared(self, works: "list[Work]") -> list[Tensor]:
         if not works:
             return []
-        if capture.is_recording():
+        if cuda_graph.is_recording():
             raise RuntimeError("a step that exchanges matrices between ranks cannot be recorded")
         for work in works:
             work.opened = Leaf(work.parameter, self.state[work.parameter], work.layout, work.spread)
-        self._exchanges.run(works, update, self.observers)
+        self._exchanges.run(works, self.observers)
         for work in works:
             work.leaf.close()
         return [work.leaf.state["step"] for work in works if work.parameter.grad is not None]
@@ -286,7 +251,7 @@ class Engine(torch.optim.Optimizer):
         if not runs_on(batch.params[0].device):
             return batch.params
         if self._fused is None:
-            from angular_muown.kernels.groups import FusedGroups  # imports Triton
+            from angular_muown.kernels.fused import FusedGroups  # imports Triton
 
             self._fused = FusedGroups.of(self.param_groups)
         both = rates(batch.group, torch.float32)
@@ -310,7 +275,7 @@ class Engine(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """As torch's, which leaves out what is not saved; whom to share with stays the same."""
-        checks.check_copy(self.process_group)
+        options.check_copy(self.process_group)
         return {**super().__getstate__(), "process_group": self.process_group}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -326,7 +291,7 @@ class Engine(torch.optim.Optimizer):
     def exchange_plan(self) -> "ExchangePlan":
         """Who does and moves what in a step that ranks share. To be called on all ranks: it sends
         nothing, but on a part of a larger mesh torch may have to make a group first."""
-        from angular_muown.sharing import plan_of
+        from angular_muown.distributed.session import plan_of
 
         groups = [(i, g) for i, g in enumerate(self.param_groups) if g["algorithm"] == "matrix"]
         return plan_of([work for i, g in groups for work in self._shared(i, self.recipe(g))])

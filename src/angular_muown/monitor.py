@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from angular_muown.distributed.mesh import has_ranks, local, whole
 from angular_muown.engine import Engine
-from angular_muown.groups import ENGINE_DEFAULTS
-from angular_muown.layout import Layout
-from angular_muown.placement import has_ranks, local, whole
-from angular_muown.roles import hidden_matrices
+from angular_muown.params.layout import Layout
+from angular_muown.params.options import ENGINE_DEFAULTS
+from angular_muown.params.roles import hidden_matrices
 from angular_muown.stages.charts import chord_angle, nonzero, normalize_rows
-from angular_muown.stages.sums import frobenius, row_norm
+from angular_muown.stages.reductions import frobenius, row_norm
 
 if TYPE_CHECKING:
-    from angular_muown.spread import Team
+    from angular_muown.distributed.mesh import Team
 
 OBSERVED = ("radial_mean", "orthogonality_error")
 
@@ -183,7 +183,7 @@ class AngleMonitor:
         """Ranks that see other matrices of p than we do."""
         if not isinstance(self.optimizer, Engine) or not has_ranks():
             return ()
-        from angular_muown.sharing import teams_of
+        from angular_muown.distributed.session import teams_of
 
         return teams_of(p, self.optimizer.process_group)
 
@@ -195,7 +195,7 @@ class AngleMonitor:
         device = local(p).device
         together = torch.stack([x.double().to(device) for x in sums])
         if teams:
-            from angular_muown.parts import total
+            from angular_muown.distributed.reductions import total
 
             together = total(together, teams)
         count, *found = together.unbind()

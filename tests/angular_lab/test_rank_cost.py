@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves
 from angular_lab.rank_cost import ROW_BYTES, Exchange, estimate, messages, polar_operations
 from angular_lab.rank_machine import Machine, Team
 from angular_muown import AngularMuown
-from angular_muown.assignment import Assignment, Job
-from angular_muown.layout import Window
+from angular_muown.distributed.assignment import Assignment, Job
+from angular_muown.params.layout import Window
 from angular_muown.stages import orthogonalize
 
 

@@ -18,8 +18,8 @@ from angular_muown import (
     NorMuown,
 )
 from angular_muown.engine import Engine
-from angular_muown.recipe import Recipe
 from angular_muown.stages.tangent import Constrained
+from angular_muown.update import Recipe
 from tests.reference import angular_muown, muon, muown, rivals
 
 

@@ -6,9 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from angular_muown.assignment import Assignment, Job, longest_first
-from angular_muown.exchange_report import ExchangePlan
-from angular_muown.layout import Window
+from angular_muown.distributed.assignment import Assignment, ExchangePlan, Job, longest_first
+from angular_muown.params.layout import Window
 
 
 def by_rows(name: str, m: int, n: int, places: int, **values: object) -> Job:

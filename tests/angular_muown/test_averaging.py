@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from angular_muown import AngularMuown, averaging, capture, plan
+from angular_muown import AngularMuown, averaging, cuda_graph, plan
 from angular_muown.engine import Engine
 from tests.angular_muown.family import FAMILY, noise, parameter, run
 from tests.angular_muown.models import BLOCKS, loss_of, tiny_lm
@@ -318,10 +318,10 @@ def test_capturable_moves_it_by_the_clock_on_the_device(window: float) -> None:
             assert torch.equal(optimizer.state[p]["average"], a)
         places.append([optimizer.state[p]["average"].data_ptr() for p in params])
     assert all(place == places[0] for place in places), "a recorded step writes there"
-    capture.check(optimizer.param_groups, optimizer.state)
+    cuda_graph.check(optimizer.param_groups, optimizer.state)
     del optimizer.state[params[0]]["average"]
     with pytest.raises(RuntimeError, match=r"no average yet, .*take a step before recording"):
-        capture.check(optimizer.param_groups, optimizer.state)
+        cuda_graph.check(optimizer.param_groups, optimizer.state)
 
 
 @contextmanager

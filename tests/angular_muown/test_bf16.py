@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from angular_muown import AngularMuown, plan
-from angular_muown.rounding import round_stochastically
+from angular_muown.params.rounding import round_stochastically
 from tests.angular_muown.family import FAMILY, noise, parameter
 from tests.angular_muown.models import BLOCKS, TinyLM
 

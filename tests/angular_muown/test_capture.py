@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from angular_muown import AngleMonitor, AngularMuown, capture
+from angular_muown import AngleMonitor, AngularMuown, cuda_graph
 from angular_muown.engine import Engine
 from tests.angular_muown.family import FAMILY, noise, parameter
 
@@ -94,16 +94,16 @@ def test_groups_saved_before_these_keys_existed() -> None:
 def test_what_cannot_be_recorded_is_refused_by_name() -> None:
     _, plain = make(AngularMuown, False)
     with pytest.raises(RuntimeError, match=r"group 0 has capturable=False.*capturable=True"):
-        capture.check(plain.param_groups, plain.state)
+        cuda_graph.check(plain.param_groups, plain.state)
     params, opt = make(AngularMuown, True)
     with pytest.raises(RuntimeError, match=r"\[0\]\['params'\]\[0\]\" has no gradient"):
-        capture.check(opt.param_groups, opt.state)
+        cuda_graph.check(opt.param_groups, opt.state)
     for p in params:
         p.grad = torch.ones_like(p)
     with pytest.raises(RuntimeError, match="no state yet: take a step"):
-        capture.check(opt.param_groups, opt.state)
+        cuda_graph.check(opt.param_groups, opt.state)
     opt.step()
-    capture.check(opt.param_groups, opt.state)
+    cuda_graph.check(opt.param_groups, opt.state)
 
 
 def test_the_monitor_reads_kappa() -> None:
@@ -142,4 +142,4 @@ def test_a_rate_that_was_replaced_is_refused() -> None:
         p.grad = torch.ones_like(p)
     opt.param_groups[0]["lr"] = 0.01
     with pytest.raises(RuntimeError, match=r"group 0 has lr=0.01 on the host.*fill_"):
-        capture.check(opt.param_groups, opt.state)
+        cuda_graph.check(opt.param_groups, opt.state)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from angular_muown import AngularMuown, Muown, NorMuown
 from angular_muown.engine import Engine
 from angular_muown.stages.orthogonalize import svd
-from angular_muown.stages.sums import WHOLE, row_norm
+from angular_muown.stages.reductions import WHOLE, row_norm
 from tests.angular_muown.family import MEMBERS, ON_SPHERES, noise, parameter
 
 SIZES = [1e-30, 1e-22, 1e-15, 1.0, 1e15, 4e18, 1e25, 1e37]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from angular_muown import AngleMonitor, AngularMuown, Muon, Muown, NorMuon
 from angular_muown.engine import Engine
-from angular_muown.kernels import chunks
+from angular_muown.kernels import launch
 from angular_muown.monitor import row_angles
 from tests.angular_muown.family import noise
 from tests.angular_muown.test_kernels import Member, advance, assert_fused, kernels, weights
@@ -20,7 +20,7 @@ from tests.angular_muown.test_kernels import Member, advance, assert_fused, kern
 def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter pays per program: larger ones."""
     if not torch.cuda.is_available():
-        monkeypatch.setattr(chunks, "ROW_ELEMENTS", 16384)
+        monkeypatch.setattr(launch, "ROW_ELEMENTS", 16384)
 
 
 def model() -> nn.ModuleDict:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from angular_muown import AngularMuown, Muon, NorMuown
 from angular_muown.engine import Engine
-from angular_muown.kernels import schedule
-from angular_muown.kernels.schedule import ALIGNMENT, SCALE, Kind, Product
+from angular_muown.kernels import polar_chain
+from angular_muown.kernels.polar_chain import ALIGNMENT, SCALE, Kind, Product
 from angular_muown.stages.orthogonalize import POLAR_EXPRESS, POLAR_EXPRESS_MARGIN, QUINTIC
 from tests.angular_muown.family import noise
 
@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 from angular_muown.kernels import products
 from tests.angular_muown.test_kernels import Member, advance, assert_fused, far, kernels, weights
 
-Triples = tuple[schedule.Triple, ...]
+Triples = tuple[polar_chain.Triple, ...]
 ORDINARY, GRAM = (1,) * 5, (1, 2, 2)
 SHAPES = [(128, 128), (144, 160), (160, 144), (176, 304), (272, 144), (128, 320), (208, 224)]
 
@@ -46,7 +46,7 @@ def iterate(X: Tensor, triples: Triples, dtype: torch.dtype = torch.float64) -> 
 
 
 def chained(triples: Triples, segments: tuple[int, ...]) -> tuple[Product, ...]:
-    return tuple(schedule.products(triples, segments))
+    return tuple(polar_chain.products(triples, segments))
 
 
 def exactly(X: Tensor, chain: tuple[Product, ...]) -> Tensor:
@@ -70,7 +70,7 @@ def unit(X: Tensor) -> Tensor:
 def by_kernels(X: Tensor, chain: tuple[Product, ...], cublas: bool = False) -> Tensor:
     """Everything but the input is NaN before: nothing may be read that was not written."""
     count, m, n = X.shape
-    places = schedule.allocate(m, n, chain)
+    places = polar_chain.allocate(m, n, chain)
     work = torch.full((count, places.size), float("nan"), dtype=torch.float16)
     work[:, : m * n] = (SCALE * (X.mT if m < n else X)).flatten(1).half()
     products.run(work, m, n, chain, places, cublas)
@@ -91,7 +91,7 @@ def test_every_form_is_the_same_polynomial(triples: Triples, segments: tuple[int
 
 
 def spans(m: int, n: int, chain: tuple[Product, ...]) -> list[tuple[int, int]]:
-    offsets = schedule.allocate(m, n, chain).offsets
+    offsets = polar_chain.allocate(m, n, chain).offsets
     sizes = [m * n] + [m * n if p.kind is Kind.APPLY else min(m, n) ** 2 for p in chain]
     return [(at, at + s) for at, s in zip(offsets, sizes, strict=True)]
 
@@ -118,7 +118,7 @@ def test_results_are_aligned_and_the_size_is_what_they_need(
 ) -> None:
     m, n = shape
     chain = chained(POLAR_EXPRESS, segments)
-    places = schedule.allocate(m, n, chain)
+    places = polar_chain.allocate(m, n, chain)
     assert not any(at % ALIGNMENT for at in (*places.offsets, places.raw, places.size))
     ends = [end for _, end in spans(m, n, chain)] + [places.raw + m * n]
     assert places.size == -(-max(ends) // ALIGNMENT) * ALIGNMENT
@@ -129,9 +129,9 @@ def test_results_are_aligned_and_the_size_is_what_they_need(
 @pytest.mark.parametrize("side", [128, 768, 2048])
 def test_the_cheaper_form_is_chosen(triples: Triples, side: int) -> None:
     ordinary, gram = (chained(triples, form) for form in (ORDINARY, GRAM))
-    assert schedule.chain_for(side, side, triples) == ordinary
-    assert schedule.chain_for(side, 4 * side, triples) == gram
-    assert schedule.chain_for(4 * side, side, triples) == gram
+    assert polar_chain.chain_for(side, side, triples) == ordinary
+    assert polar_chain.chain_for(side, 4 * side, triples) == gram
+    assert polar_chain.chain_for(4 * side, side, triples) == gram
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -8,15 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from angular_muown import AngularMuown, rounding
-from angular_muown.kernels import chunks, groups, step
+from angular_muown import AngularMuown
+from angular_muown.kernels import fused as fused_step
+from angular_muown.kernels import launch
+from angular_muown.params import rounding
 from tests.angular_muown.family import noise, parameter
 from tests.angular_muown.test_kernels import kernels
 
 
 @pytest.fixture(autouse=True)
 def _interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(chunks, "ROW_ELEMENTS", 16384)  # the interpreter pays per program
+    monkeypatch.setattr(launch, "ROW_ELEMENTS", 16384)  # the interpreter pays per program
     with kernels(True):
         yield
 
@@ -28,8 +30,7 @@ def recording(opt: AngularMuown) -> Iterator[None]:
     if fused is not None:
         fused.spares = [torch.empty_like(fused.known.fixed, pin_memory=torch.cuda.is_available())]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step, "is_recording", lambda: True)
-        patch.setattr(groups, "is_recording", lambda: True)
+        patch.setattr(fused_step, "is_recording", lambda: True)
         yield
 
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from angular_muown import AngularMuown
-from angular_muown.kernels.room import CUBLAS_WORKSPACE, Room, divide
+from angular_muown.kernels.launch import CUBLAS_WORKSPACE, Room, divide
 from tests.angular_muown.family import noise, parameter
 
 pytest.importorskip("triton")
 
-from angular_muown.kernels import chunks
+from angular_muown.kernels import launch
 from tests.angular_muown.test_kernels import kernels
 
 MiB = 2**20
@@ -51,7 +51,7 @@ def test_small_models_are_not_given_workspaces_larger_than_their_buffer() -> Non
 def test_lanes_have_equal_shares_and_every_matrix_one_place(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunks, "ROW_ELEMENTS", 16384)
+    monkeypatch.setattr(launch, "ROW_ELEMENTS", 16384)
     with kernels(True):
         shapes = [(128, 144)] * count + [(256, 128)] * (count // 2)
         params = [parameter(*s, seed=i, dtype=torch.float32) for i, s in enumerate(shapes)]
@@ -64,14 +64,14 @@ def test_lanes_have_equal_shares_and_every_matrix_one_place(
     assert step is not None
     loads = [0.0] * step.room.lanes
     seen: set[tuple[int, int]] = set()
-    for chunk in step.chunks:
+    for chunk in step.launch:
         loads[chunk.lane] += chunk.count * chunk.batch.microseconds
         seen |= {(chunk.batch.start, chunk.first + i) for i in range(chunk.count)}
         room = step.lane * (step.room.lanes - chunk.lane)
         assert chunk.work.numel() == room
         assert chunk.count * chunk.batch.words <= step.lane
     assert len(seen) == len(shapes)
-    largest = max(chunk.count * chunk.batch.microseconds for chunk in step.chunks)
+    largest = max(chunk.count * chunk.batch.microseconds for chunk in step.launch)
     assert max(loads) - min(loads) <= largest
     if count == 12:
         assert max(loads) - min(loads) < 0.35 * sum(loads)

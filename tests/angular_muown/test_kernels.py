@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from angular_muown import AngularMuown, Muon, Muown, NorMuon, NorMuown, engine
 from angular_muown.engine import Engine
-from angular_muown.kernels import dispatch
-from angular_muown.recipe import Recipe
+from angular_muown.kernels import coverage
 from angular_muown.stages import orthogonalize
 from angular_muown.stages.normalize import RowSecondMoment
+from angular_muown.update import Recipe
 from tests.angular_muown.family import noise, parameter
 
 pytest.importorskip("triton")
 
-from angular_muown.kernels import chunks
+from angular_muown.kernels import launch
 
 SHAPES = [(128, 144), (144, 128)]
 Member = Callable[..., Engine]
@@ -33,7 +33,7 @@ def kernels(on: bool) -> Iterator[None]:
     there too."""
     gpu = torch.cuda.is_available()
     with pytest.MonkeyPatch.context() as patch, torch.device("cuda" if gpu else "cpu"):
-        for module in (dispatch, engine):
+        for module in (coverage, engine):
             patch.setattr(module, "runs_on", lambda device: on)
         patch.setattr(orthogonalize, "iteration_dtype", lambda X: X.dtype)
         yield
@@ -43,7 +43,7 @@ def kernels(on: bool) -> Iterator[None]:
 def _interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The interpreter pays per program: larger ones, still several per matrix."""
     if not torch.cuda.is_available():
-        monkeypatch.setattr(chunks, "ROW_ELEMENTS", 16384)
+        monkeypatch.setattr(launch, "ROW_ELEMENTS", 16384)
     with kernels(True):
         yield
 

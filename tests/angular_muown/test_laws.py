@@ -10,15 +10,21 @@ from torch import Tensor, nn
 
 from angular_muown import AngularMuown, Muown, inverse_polynomial
 from angular_muown.engine import Engine
-from angular_muown.layout import Layout
 from angular_muown.monitor import row_angles
-from angular_muown.recipe import Chart
+from angular_muown.params.layout import Layout
 from angular_muown.schedules import angle_degrees
-from angular_muown.stages.charts import Flat, Oblique, WeightNorm, normalize_rows
+from angular_muown.stages.charts import (
+    Flat,
+    GainedSphere,
+    Oblique,
+    Sphere,
+    WeightNorm,
+    normalize_rows,
+)
 from angular_muown.stages.orthogonalize import polar_express, svd
+from angular_muown.stages.reductions import row_norm
 from angular_muown.stages.scale import SCALES, fan_ratio
-from angular_muown.stages.spheres import GainedSphere, Sphere
-from angular_muown.stages.sums import row_norm
+from angular_muown.update import Chart
 from tests.angular_muown.family import FAMILY, WITH_RADII, direction_only, noise, parameter, run
 from tests.reference import Adam
 

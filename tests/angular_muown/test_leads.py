@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from angular_muown import AngularMuown, Muon, NorMuon, checks
-from angular_muown.kernels.dispatch import knows
-from angular_muown.recipe import Recipe
+from angular_muown import AngularMuown, Muon, NorMuon
+from angular_muown.kernels.coverage import knows
+from angular_muown.params import options
 from angular_muown.stages.charts import Oblique, normalize_rows
 from angular_muown.stages.normalize import AsIs, RowSecondMoment
 from angular_muown.stages.tangent import Free
+from angular_muown.update import Recipe
 from tests.angular_muown.family import parameter, run
 
 SHAPES = [(12, 12), (8, 20), (20, 8)]
@@ -91,15 +92,15 @@ REMOVED = {"tangent_momentum": True, "exact_angle": True, "row_beta": 0.9, "colu
 @pytest.mark.parametrize("key", REMOVED)
 def test_an_option_that_was_removed_is_refused_where_it_was_on(key: str) -> None:
     """State dicts of version 0.1 have these keys; at the values that turned them off they load."""
-    assert set(REMOVED) == set(checks.REMOVED)
+    assert set(REMOVED) == set(options.REMOVED)
     p = parameter(4, 6)
     with pytest.raises(ValueError, match=f"{key}={REMOVED[key]!r}: this option was removed"):
         AngularMuown([{"params": [p], key: REMOVED[key]}])
-    opt = AngularMuown([{"params": [p], key: checks.REMOVED[key]}])
+    opt = AngularMuown([{"params": [p], key: options.REMOVED[key]}])
     run(opt, [p], 2)
     saved = opt.state_dict()
     for group in saved["param_groups"]:
-        group.update(checks.REMOVED)
+        group.update(options.REMOVED)
     opt.load_state_dict(saved)
     saved["param_groups"][0][key] = REMOVED[key]
     with pytest.raises(ValueError, match=f"group 0 of the state dict: {key}=.* was removed"):

@@ -7,7 +7,7 @@ import torch
 
 from angular_muown import engine
 from angular_muown.engine import Engine
-from angular_muown.groups import alike
+from angular_muown.params.options import alike
 from tests.angular_muown.family import MEMBERS, parameter, pull, run
 
 

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from angular_muown import AngularMuown, NorMuon, sharing
-from angular_muown.layout import Window
-from angular_muown.spread import Spread, Team
+from angular_muown import AngularMuown, NorMuon
+from angular_muown.distributed import session
+from angular_muown.distributed.mesh import Spread, Team
+from angular_muown.params.layout import Window
 from tests.angular_muown.family import noise, parameter
 from tests.ranks import results
 
@@ -31,9 +32,9 @@ def stepped(member: Any, device: str, exchanged: bool) -> list[torch.Tensor]:
         for i, s in enumerate(SHAPES)
     ]
     optimizer = member(params, lr=0.02, process_group=None if exchanged else False)
-    own, holders = sharing.spread_of, sharing.holders_of_copies
+    own, holders = session.spread_of, session.holders_of_copies
     if exchanged:
-        sharing.spread_of, sharing.holders_of_copies = to_itself, lambda p, group: Team((0,), 0)
+        session.spread_of, session.holders_of_copies = to_itself, lambda p, group: Team((0,), 0)
     for step in range(4):
         for i, p in enumerate(params):
             p.grad = noise(*p.shape, seed=10 * step + i, dtype=p.dtype).to(device)
@@ -42,7 +43,7 @@ def stepped(member: Any, device: str, exchanged: bool) -> list[torch.Tensor]:
         optimizer.step()
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("default")
-    sharing.spread_of, sharing.holders_of_copies = own, holders
+    session.spread_of, session.holders_of_copies = own, holders
     assert bool(optimizer._session and optimizer._session.known) == exchanged
     return [p.detach().cpu() for p in params]
 

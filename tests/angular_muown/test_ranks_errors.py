@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from angular_muown import AngleMonitor, AngularMuown, MagnitudeDirection, engine, wire
+from angular_muown import AngleMonitor, AngularMuown, MagnitudeDirection, engine
+from angular_muown.distributed import collectives
 from angular_muown.engine import Engine
 from angular_muown.stages import orthogonalize
 from tests.angular_muown.family import noise, parameter
@@ -241,7 +242,7 @@ def failing_owner(name: str, deep: bool) -> list[bool]:
         raise UnableError("not today")
 
     if dist.get_rank() == 1:
-        module = orthogonalize if deep else engine.checks
+        module = orthogonalize if deep else engine.options
         setattr(module, "unit" if deep else "with_gradient", fail)
     try:
         optimizer.step()
@@ -417,13 +418,13 @@ def slow_look() -> int:
     """The collective ends while rank 1 looks for errors: that is no error."""
     optimizer, _ = optimizer_of("rows")
     optimizer.step()
-    look = wire._look
+    look = collectives._look
 
     def slowly() -> None:
         look()
         time.sleep(1)
 
-    wire._look = slowly
+    collectives._look = slowly
     if dist.get_rank() == 0:
         time.sleep(1.5)
     optimizer.step()
@@ -441,7 +442,7 @@ def without_a_store() -> None:
     def gone() -> Any:
         raise OSError("the store is gone")
 
-    wire._store = gone
+    collectives._store = gone
     optimizer.param_groups[0]["lr"] = float("nan")
     optimizer.step()
 

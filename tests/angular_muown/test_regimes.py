@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from angular_muown import AngleMonitor, AngularMuown, Muon, Muown
-from angular_muown.stages.sums import row_norm
+from angular_muown.stages.reductions import row_norm
 from tests.angular_muown.family import noise
 
 SHAPE = (24, 96)

@@ -11,12 +11,12 @@ from torch.nn.functional import softplus
 
 from angular_muown import Hyperball, MagnitudeDirection
 from angular_muown.engine import Engine
-from angular_muown.kernels.dispatch import knows
-from angular_muown.stages import spheres
+from angular_muown.kernels.coverage import knows
+from angular_muown.stages import charts
+from angular_muown.stages.charts import GAIN_OF_ONE, GainedSphere, gain
 from angular_muown.stages.orthogonalize import svd
 from angular_muown.stages.radius import Gains
-from angular_muown.stages.spheres import GAIN_OF_ONE, GainedSphere, gain
-from angular_muown.stages.sums import frobenius
+from angular_muown.stages.reductions import frobenius
 from tests.angular_muown.family import ON_SPHERES, noise, parameter, run
 
 
@@ -139,7 +139,7 @@ def test_rounding_to_16_bits_does_not_wear_the_norm_away(
 ) -> None:
     """Why the norm is stored: read off the weights anew at every step, it wanders."""
     if not stored:
-        monkeypatch.setattr(spheres, "ROUNDING", -1.0)
+        monkeypatch.setattr(charts, "ROUNDING", -1.0)
     p = parameter(48, 64, dtype=torch.bfloat16)
     opt = optimizer([p], lr=1e-3)
     before = norm_on_sphere(opt, p)

@@ -13,13 +13,13 @@ from angular_muown.stages import tangent
 from angular_muown.theory import (
     dual_steps,
     feasible,
-    inner_steps,
+    polar_solver,
     project,
     radial,
     solver_path,
     tangent_polar,
 )
-from angular_muown.theory.smooth_polar import SmoothPolar
+from angular_muown.theory.polar_solver import SmoothPolar
 from tests.angular_muown.family import noise
 from tests.reference import idealized
 
@@ -236,13 +236,13 @@ def test_the_smooth_factor_is_near_the_nuclear_norm(kind, shape) -> None:
     pairs = [problem(kind, *shape, seed=seed) for seed in range(10)]
     T, U = (torch.stack(side) for side in zip(*pairs, strict=True))
     start = torch.zeros_like(T[..., :1])
-    found = [tangent.dual_steps(inner_steps._soft, T, U, start, k) for k in range(8)]
+    found = [tangent.dual_steps(polar_solver._soft, T, U, start, k) for k in range(8)]
     products = [f.value.squeeze(-1, -2) for f in found]
     norms = [torch.linalg.svdvals(f.X).sum(dim=-1) for f in found]
     for product, norm in zip(products, norms, strict=True):
         assert (product < norm).all()
-        assert (product > (1 - 0.301 * inner_steps.SOFTNESS) * norm).all()
-    for values, rise in ((products, 0), (norms, 0.301 * inner_steps.SOFTNESS)):
+        assert (product > (1 - 0.301 * polar_solver.SOFTNESS) * norm).all()
+    for values, rise in ((products, 0), (norms, 0.301 * polar_solver.SOFTNESS)):
         assert all((b <= a / (1 - rise)).all() for a, b in pairwise(values))
 
 

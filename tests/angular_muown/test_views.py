@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from angular_muown import engine, views
-from angular_muown.layout import Layout, block_sizes
+from angular_muown import engine
+from angular_muown.params import stacks as views
+from angular_muown.params.layout import Layout, block_sizes
 from tests.angular_muown.family import FAMILY, noise, parameter, pull, run
 
 LAYOUTS = [

@@ -22,7 +22,7 @@ from torchtitan.models.common.attention import FusedQKVLinear
 from torchtitan.models.common.moe import GroupedExperts
 
 import angular_muown as family
-from angular_muown.plan import plan
+from angular_muown.params.plan import plan
 
 MEMBERS: dict[str, Callable[..., Optimizer]] = {
     kind.__name__: kind
@@ -43,7 +43,7 @@ class AngularMuownContainer(OptimizersContainer):
         """The family's member, by the name of its class."""
 
         plan: dict[str, Any] = field(default_factory=dict)
-        """Arguments of `angular_muown.plan`, such as aux_lr or overrides."""
+        """Arguments of `angular_muown.params.plan`, such as aux_lr or overrides."""
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         if config.param_groups:
@@ -123,7 +123,7 @@ def angular_muown(
     Args:
         member, settings: a member of the family and its arguments, such as warmup_steps.
         aux_lr, aux_weight_decay: AdamW's, for what is no hidden matrix; aux_lr None means lr.
-        plan: further arguments of `angular_muown.plan`, such as overrides.
+        plan: further arguments of `angular_muown.params.plan`, such as overrides.
     """
     return AngularMuownContainer.Config(
         member=member,

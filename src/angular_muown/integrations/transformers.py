@@ -18,7 +18,7 @@ from torch import nn
 
 from angular_muown.engine import Engine
 from angular_muown.optimizers import AngularMuown
-from angular_muown.plan import plan
+from angular_muown.params.plan import plan
 
 PLANS = frozenset(inspect.signature(plan).parameters)
 

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from angular_muown.kernels.apply import apply_kernel
-from angular_muown.kernels.schedule import TILE, Kind, Places, Product
-from angular_muown.kernels.symmetric import symmetric_kernel
+from angular_muown.kernels.polar_chain import TILE, Kind, Places, Product
+from angular_muown.kernels.triton.matmul import apply_kernel, symmetric_kernel
 
 WARPS, STAGES, DEPTH = 4, 3, 64  # two programs share a processor: one computes, one stores
 

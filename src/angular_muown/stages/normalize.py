@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from angular_muown.stages.charts import Rows, nonzero
-from angular_muown.stages.sums import Summing
+from angular_muown.stages.reductions import Summing
 
 
 class AsIs(Summing):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from angular_muown.stages.charts import nonzero
-from angular_muown.stages.sums import WHOLE, Whole
+from angular_muown.stages.reductions import WHOLE, Whole
 
 Triple = tuple[float, float, float]
 

@@ -5,9 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from angular_muown.stages.charts import Rows, nonzero
-from angular_muown.stages.spheres import gain, gain_slope
-from angular_muown.stages.sums import Summing
+from angular_muown.stages.charts import Rows, gain, gain_slope, nonzero
+from angular_muown.stages.reductions import Summing
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 COLUMN_MOMENTS = ("column_exp_avg", "column_exp_avg_sq")

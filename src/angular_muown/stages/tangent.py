@@ -12,7 +12,7 @@ from torch import Tensor
 
 from angular_muown.stages.charts import Rows, nonzero, tangent_part
 from angular_muown.stages.orthogonalize import unit
-from angular_muown.stages.sums import WHOLE, Summing, Whole
+from angular_muown.stages.reductions import WHOLE, Summing, Whole
 
 Polar = Callable[[Tensor], Tensor]
 TANGENT = "tangent"  # the value of `orthogonalize` that asks for `Constrained`

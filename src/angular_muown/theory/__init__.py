@@ -3,13 +3,28 @@
 `angular-lab theory` measures with it; docs/theory.md tells what came out.
 """
 
-from angular_muown.theory.assumptions import Measured, check_assumptions
+from angular_muown.theory.convergence import (
+    Alignment,
+    Constants,
+    Measured,
+    Neurons,
+    Parameters,
+    Problem,
+    Regression,
+    bound,
+    check_assumptions,
+    parameters,
+    terms,
+)
 from angular_muown.theory.idealized import IdealizedAngularMuown
-from angular_muown.theory.inner_steps import dual_steps
 from angular_muown.theory.manifold import exponential, project, radial, retract, transport
-from angular_muown.theory.problems import Alignment, Neurons, Problem, Regression
-from angular_muown.theory.tangent import TangentPolar, feasible, solver_path, tangent_polar
-from angular_muown.theory.theorem import Constants, Parameters, bound, parameters, terms
+from angular_muown.theory.polar_solver import (
+    TangentPolar,
+    dual_steps,
+    feasible,
+    solver_path,
+    tangent_polar,
+)
 
 __all__ = [
     "Alignment",

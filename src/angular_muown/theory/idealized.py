@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from angular_muown.stages.charts import polar_coordinates
-from angular_muown.stages.sums import WHOLE, row_norm
-from angular_muown.theory.inner_steps import dual_steps
+from angular_muown.stages.reductions import WHOLE, row_norm
 from angular_muown.theory.manifold import exponential, project, retract, transport
-from angular_muown.theory.tangent import TangentPolar, tangent_polar
+from angular_muown.theory.polar_solver import TangentPolar, dual_steps, tangent_polar
 
 Move = Callable[[Tensor, Tensor], Tensor]
 

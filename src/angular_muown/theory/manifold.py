@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from angular_muown.stages.charts import normalize_rows, tangent_part
-from angular_muown.stages.sums import row_norm
+from angular_muown.stages.reductions import row_norm
 from angular_muown.stages.tangent import along
 
 

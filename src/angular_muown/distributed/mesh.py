@@ -1,0 +1,311 @@
+"""Which ranks hold which part of a parameter and of its state.
+
+All of it follows from a DTensor's mesh and placements, by arithmetic: no rank is asked. A plain
+tensor is the case with nothing elsewhere.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from math import prod
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from angular_muown.params.layout import Interval, Layout, Window, spans
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def has_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def is_sharded(t: Tensor) -> "TypeGuard[DTensor]":
+    return hasattr(t, "device_mesh")
+
+
+def local(t: Tensor) -> Tensor:
+    """This rank's part; t itself where it is plain."""
+    return t.to_local() if is_sharded(t) else t
+
+
+def whole(t: Tensor) -> Tensor:
+    """The global tensor, by communication; t itself where it is plain."""
+    return t.full_tensor() if is_sharded(t) else t
+
+
+def local_gradient(p: Tensor) -> Tensor:
+    """Of this rank's part of p; zeros where p has none."""
+    if p.grad is None:
+        return torch.zeros_like(local(p))
+    if is_sharded(p) and is_sharded(p.grad) and p.grad.placements != p.placements:
+        return p.grad.redistribute(p.device_mesh, p.placements).to_local()
+    return local(p.grad)
+
+
+def dimension(placement: Any) -> int | None:
+    """Which dimension of a tensor a placement spreads. torch has two classes that spread."""
+    return getattr(placement, "dim", None)
+
+
+def ranges_of(
+    shape: Sequence[int],
+    mesh: Sequence[int],
+    placements: Sequence[Any],
+    coordinate: Sequence[int],
+) -> list[Interval]:
+    """What the rank at a coordinate of the mesh holds, in every dimension: chunks of chunks, by
+    ceil division, so that the last ranks may hold less, or nothing.
+
+    A strided shard (FSDP2 over tensor parallel) cuts what the ones right of it have cut already.
+    """
+    strided = [i for i, kind in enumerate(placements) if hasattr(kind, "split_factor")]
+    plain = [i for i in range(len(placements)) if i not in strided]
+    ranges = [(0, size) for size in shape]
+    for i in (*plain, *reversed(strided)):
+        along = dimension(placements[i])
+        if along is not None:
+            start, stop = ranges[along]
+            chunk = -(-(stop - start) // mesh[i])
+            first = min(start + coordinate[i] * chunk, stop)
+            ranges[along] = (first, min(first + chunk, stop))
+    return ranges
+
+
+def spread_like(p: Tensor, value: Tensor, layout: Layout, name: str = "") -> Tensor:
+    """A whole value, which every rank has, placed as p is, or as its state vector `name` has to
+    be. No communication."""
+    if not is_sharded(p):
+        return value
+    placements = list(p.placements)
+    if name:
+        placements = [vector_placement(p, kind, layout, name) for kind in placements]
+    ranges = ranges_of(value.shape, p.device_mesh.shape, placements, own_coordinate(p))
+    part = value[tuple(slice(*r) for r in ranges)]
+    part = part.clone(memory_format=torch.contiguous_format)  # a view would keep all of it
+    return as_part(part, p, value.shape, placements)
+
+
+def as_part(
+    part: Tensor, p: "DTensor", shape: Sequence[int], placements: Sequence[Any]
+) -> "DTensor":
+    """This rank's part of a tensor of that shape on p's mesh."""
+    from torch.distributed.tensor import DTensor
+
+    stride = torch.empty(shape, device="meta").stride()
+    size = torch.Size(shape)
+    return DTensor.from_local(
+        part, p.device_mesh, placements, run_check=False, shape=size, stride=stride
+    )
+
+
+def own_coordinate(p: "DTensor") -> Sequence[int]:
+    coordinate = p.device_mesh.get_coordinate()
+    assert coordinate is not None, "a rank outside of a parameter's mesh has no part to step"
+    return coordinate
+
+
+def vector_placement(p: "DTensor", placement: Any, layout: Layout, name: str) -> Any:
+    """A state vector lies over ranks as its parameter does, where it spans what is spread;
+    otherwise every rank has it."""
+    from torch.distributed.tensor import Replicate
+
+    along = dimension(placement)
+    if along is None:
+        return Replicate()
+    axis, (by_row, by_column) = layout.axis(along, p.ndim), spans(name)
+    if axis == "count":
+        return placement
+    if not (by_row if axis == "rows" else by_column):
+        return Replicate()
+    _check_channels(p, along, layout, f"{name} has an entry for every {axis.removesuffix('s')}")
+    to = len(layout.vector_shape(p, name)) - (2 if axis == "rows" else 1)
+    if hasattr(placement, "split_factor"):
+        return type(placement)(to, split_factor=placement.split_factor)
+    return type(placement)(to)
+
+
+def _check_channels(p: "DTensor", along: int, layout: Layout, why: str) -> None:
+    """A vector is cut into equal parts wherever that falls, also inside the kernel of a channel."""
+    parts = prod(
+        size
+        for size, kind in zip(p.device_mesh.shape, p.placements, strict=True)
+        if dimension(kind) == along
+    )
+    inside = layout.view == "conv" and along == 1 and prod(p.shape[2:]) > 1
+    if inside and p.shape[1] % parts:
+        raise ValueError(
+            f"a convolution of shape {tuple(p.shape)} is spread along dimension 1, {p.shape[1]} "
+            f"channels over {parts} ranks, but {why} of its matrix: shard dimension 0, or over a "
+            f"number of ranks that divides {p.shape[1]}"
+        )
+
+
+def zeros_like(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Contiguous zeros, spread over ranks as t is."""
+    if is_sharded(t):
+        part = torch.zeros(local(t).shape, dtype=dtype, device=t.device)
+        return as_part(part, t, t.shape, t.placements)
+    return torch.zeros(t.shape, dtype=dtype, device=t.device)
+
+
+def zero_vector(p: Tensor, layout: Layout, name: str, dtype: torch.dtype) -> Tensor:
+    shape = layout.vector_shape(p, name)
+    if not is_sharded(p):
+        return torch.zeros(shape, dtype=dtype, device=p.device)
+    placements = [vector_placement(p, kind, layout, name) for kind in p.placements]
+    ranges = ranges_of(shape, p.device_mesh.shape, placements, own_coordinate(p))
+    part = torch.zeros([b - a for a, b in ranges], dtype=dtype, device=p.device)
+    return as_part(part, p, shape, placements)
+
+
+# Spread: the ranks that hold parts or copies of the same matrices, and what each of them holds.
+
+
+@dataclass(frozen=True)
+class Team:
+    """Ranks that act together, in the order of their process group, and this one's place."""
+
+    ranks: tuple[int, ...]
+    index: int
+    group: Any = field(default=None, compare=False)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def acts(self) -> bool:
+        """Whether there is anything to tell one another. One rank has no group, unless a test
+        wants to see it talk to itself."""
+        return self.group is not None
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How the matrices of a parameter lie over ranks that share the work on them."""
+
+    inside: Team  # hold the parts of one copy
+    replicas: Team  # hold copies of this part
+    everyone: Team  # both
+    windows: tuple[Window, ...]  # of each rank inside
+    row_teams: tuple[Team, ...] = ()  # hold other columns of this part's rows
+    column_teams: tuple[Team, ...] = ()  # hold other rows of this part's columns
+
+    @cached_property
+    def window(self) -> Window:
+        return self.windows[self.inside.index]
+
+    @cached_property
+    def _parts(self) -> dict[Window, tuple[Window, ...]]:
+        return {}
+
+    def parts_of(self, block: Window) -> tuple[Window, ...]:
+        """What each rank inside has of a block; one object for a block, however often asked."""
+        if block not in self._parts:
+            self._parts[block] = tuple(window.of_block(block) for window in self.windows)
+        return self._parts[block]
+
+
+def spread_of(p: Tensor, layout: Layout, copies: Team | None, name: str) -> Spread | None:
+    """None where this rank steps its part of p without the others. A plain p has `copies`."""
+    if is_sharded(p):
+        return _spread_on_mesh(p, layout, name)
+    if copies is None:
+        return None
+    m, n = layout.sides(p.shape)
+    return Spread(_only(copies), copies, copies, (Window((0, m), (0, n), m, n),))
+
+
+def _only(team: Team) -> Team:
+    return Team((team.ranks[team.index],), 0)
+
+
+def _spread_on_mesh(p: "DTensor", layout: Layout, name: str) -> Spread | None:
+    mesh, inside, copies, axes = p.device_mesh, [], [], {}
+    for i, placement in enumerate(p.placements):
+        if mesh.size(i) == 1:
+            continue
+        if placement.is_partial():
+            raise ValueError(
+                f"parameter {name!r} has the placement {placement} on {mesh}: a parameter is "
+                "sharded or replicated"
+            )
+        along = dimension(placement)
+        axes[i] = None if along is None else _axis(layout, along, p.ndim, name)
+        if axes[i] is None:
+            copies.append(i)
+        elif axes[i] != "count":
+            inside.append(i)
+    if not inside and not copies:
+        return None
+    team = team_of(mesh, inside)
+    return Spread(
+        team,
+        team_of(mesh, copies),
+        team_of(mesh, sorted(inside + copies)),
+        tuple(_windows(p, layout, inside, team, name)),
+        tuple(team_of(mesh, [i]) for i in inside if axes[i] == "columns"),
+        tuple(team_of(mesh, [i]) for i in inside if axes[i] == "rows"),
+    )
+
+
+def _axis(layout: Layout, along: int, dimensions: int, name: str) -> str:
+    try:
+        return layout.axis(along, dimensions)
+    except ValueError as error:
+        raise ValueError(f"parameter {name!r} {error}") from None
+
+
+def _windows(
+    p: "DTensor", layout: Layout, inside: list[int], team: Team, name: str
+) -> list[Window]:
+    mesh, own = p.device_mesh, list(own_coordinate(p))
+    sizes_of_mesh, placements, shape = mesh.shape, p.placements, p.shape
+    ranks = mesh.mesh.numpy()  # a property that computes: not once for every rank
+    found: dict[int, Window] = {}
+    for at in product(*(range(mesh.size(i)) for i in inside)):
+        coordinate = list(own)
+        for i, place in zip(inside, at, strict=True):
+            coordinate[i] = place
+        ranges = ranges_of(shape, sizes_of_mesh, placements, coordinate)
+        found[int(ranks[tuple(coordinate)])] = layout.window(ranges, shape)
+        sizes = tuple(stop - start for start, stop in ranges)
+        if coordinate == own and sizes != tuple(local(p).shape):
+            raise ValueError(
+                f"parameter {name!r} (shape {tuple(p.shape)}) with placements {p.placements} on "
+                f"{mesh} should have a part of shape {sizes} here, but it has "
+                f"{tuple(local(p).shape)}: such a sharding is not known"
+            )
+    return [found[rank] for rank in team.ranks]
+
+
+def team_of_group(group: Any) -> Team:
+    return Team(tuple(dist.get_process_group_ranks(group)), dist.get_rank(group), group)
+
+
+def team_of(mesh: Any, dims: list[int]) -> Team:
+    """The ranks that differ from this one along some dimensions of a mesh."""
+    own = list(mesh.get_coordinate())
+    at = tuple(slice(None) if i in dims else own[i] for i in range(mesh.ndim))
+    ranks = mesh.mesh[at].flatten().tolist()
+    if len(ranks) == 1:
+        return Team((ranks[0],), 0)
+    group = _group(mesh, dims)
+    ordered = sorted(ranks, key=lambda rank: dist.get_group_rank(group, rank))
+    return Team(tuple(ordered), ordered.index(dist.get_rank()), group)
+
+
+def _group(mesh: Any, dims: list[int]) -> Any:
+    if len(dims) == 1:
+        return mesh.get_group(dims[0])
+    if prod(mesh.size(i) for i in dims) == dist.get_world_size():
+        return dist.group.WORLD
+    if mesh.mesh_dim_names is None:
+        raise ValueError(f"{mesh} has no names for its dimensions: give it mesh_dim_names")
+    return mesh[tuple(mesh.mesh_dim_names[i] for i in dims)]._flatten().get_group()

@@ -1,0 +1,100 @@
+"""What the kernels cover; everything else takes the eager path of `engine.update`.
+
+Covered are dense float32, bfloat16 and float16 parameters on an NVIDIA GPU with Triton, whose
+matrices lie in rows and have sides that are multiples of 16, the short one at least 128, with
+stages that the kernels know. Nobody chooses: the two paths compute the same function.
+"""
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from angular_muown.kernels import columns
+from angular_muown.kernels.columns import ROW_STATE
+from angular_muown.kernels.polar_chain import TILE, Triple
+from angular_muown.params.layout import Layout
+from angular_muown.stages import orthogonalize as polar
+from angular_muown.stages.charts import Flat, Oblique, WeightNorm
+from angular_muown.stages.normalize import AsIs, RowSecondMoment
+from angular_muown.stages.radius import Adam, Fixed, LogAdam
+from angular_muown.stages.tangent import Free
+from angular_muown.update import Recipe
+
+SIDE = 16  # sides are multiples of it: loads 16 bytes wide
+LONGEST_ROW = 16384  # a program holds whole rows in registers
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+CHARTS: dict[type, int] = {
+    Flat: columns.FLAT,
+    Oblique: columns.OBLIQUE,
+    WeightNorm: columns.WEIGHT_NORM,
+}
+RADII: dict[type, int] = {Fixed: columns.FIXED, Adam: columns.ADAM, LogAdam: columns.LOG_ADAM}
+ITERATIONS: dict[Any, tuple[tuple[Triple, ...], float]] = {
+    polar.polar_express: (polar.POLAR_EXPRESS, polar.POLAR_EXPRESS_MARGIN),
+    polar.gram: (polar.POLAR_EXPRESS, polar.POLAR_EXPRESS_MARGIN),
+    polar.newton_schulz: (polar.QUINTIC, 1.0),
+}
+
+
+@cache
+def runs_on(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.version.hip or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def knows(recipe: Recipe) -> bool:
+    """Exact types: a stage of the user's own, or a subclass, is not what the kernels compute."""
+    return (
+        type(recipe.chart) in CHARTS
+        and type(recipe.radius) in RADII
+        and type(recipe.normalize) in (AsIs, RowSecondMoment)
+        and recipe.orthogonalize in ITERATIONS
+        and type(recipe.tangent) is Free
+    )
+
+
+@cache
+def fits(shape: torch.Size, layout: Layout) -> bool:
+    """Whether all matrices of such a parameter have rows that the kernels can read."""
+    pieces = layout.cut(torch.empty(shape, device="meta"))
+    return all(
+        piece.stride(-1) == 1
+        and piece.stride(-2) % SIDE == 0
+        and piece.storage_offset() % SIDE == 0
+        and piece.shape[-1] % SIDE == 0
+        and piece.shape[-2] % SIDE == 0
+        and min(piece.shape[-2:]) >= TILE
+        and piece.shape[-1] <= LONGEST_ROW
+        and piece.shape[-1] * piece.shape[-2] < 2**31  # places inside a matrix are 32-bit numbers
+        for piece in pieces
+    )
+
+
+def covers(p: Tensor, state: dict[str, Any], layout: Layout) -> bool:
+    """Whether a parameter with a gradient and state can be stepped where it lies."""
+    grad = p.grad
+    return (
+        runs_on(p.device)
+        and "master" not in state
+        and grad is not None
+        and all(is_plain(t, p.device) for t in (p, grad, state["momentum_buffer"]))
+        and all(
+            is_plain(state[name], p.device, torch.float32) for name in ROW_STATE if name in state
+        )
+        and fits(p.shape, layout)
+    )
+
+
+def is_plain(t: Tensor, device: torch.device, *dtypes: torch.dtype) -> bool:
+    return (
+        type(t) in (Tensor, torch.nn.Parameter)
+        and t.device == device
+        and t.dtype in (dtypes or FLOATS)
+        and t.is_contiguous()
+        and t.data_ptr() % SIDE == 0
+    )

@@ -1,0 +1,1 @@
+"""Triton kernels, imported at the first step on a GPU."""

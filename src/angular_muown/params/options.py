@@ -1,0 +1,508 @@
+"""What a param group may hold: defaults, checks, and the numbers of a step that follow from it.
+
+An error names the key or the parameter, shows the value and says what would be right.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from math import inf, isfinite
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from angular_muown.params.layout import VIEWS, Layout
+from angular_muown.params.roles import FSDP1, is_a, what_flattened
+from angular_muown.schedules import WINDOWS, is_number, is_window
+from angular_muown.stages.orthogonalize import ORTHOGONALIZERS
+from angular_muown.stages.radius import RADII
+from angular_muown.stages.scale import SCALES
+from angular_muown.stages.tangent import TANGENT
+
+Group = dict[str, Any]
+
+ENGINE_DEFAULTS: Group = {
+    "algorithm": "matrix",
+    "view": "matrix",
+    "transposed": False,
+    "blocks": None,
+    "column_blocks": None,
+    "step": 0,  # the group's steps so far: kappa's clock
+    "capturable": False,
+    "workspace": 0.25,
+    "average": None,
+    "averaged": 0,  # steps that the averages have seen
+    "wire_dtype": None,
+}
+
+
+def plainly(group: Group, defaults: Group, kind: Any) -> Group:
+    """A copy, so that one plan can serve several optimizers, with names and numbers only. The
+    member's name goes along, so that another's state is recognised; a subclass of the user's counts
+    as its parent."""
+    group = {**plain_values(group), "family": kind.family or kind.__name__}
+    dtype = group.get("state_dtype", defaults["state_dtype"])
+    if isinstance(dtype, torch.dtype):
+        group["state_dtype"] = str(dtype).removeprefix("torch.")
+    return group
+
+
+def plain_values(group: Group) -> Group:
+    """The same values with Python's own numbers: `torch.load(weights_only=True)` reads no others,
+    such as NumPy's."""
+    return {k: v if k in ("params", "param_names") else plain_value(v) for k, v in group.items()}
+
+
+def plain_value(value: Any) -> Any:
+    """A number of any library's as Python's own, also inside of lists; other things as they are."""
+    if type(value) in (list, tuple):
+        return type(value)(plain_value(x) for x in value)
+    if isinstance(value, bool | str | Tensor):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        return value.item()  # its bool, which is not a number, and arrays of one
+    return value
+
+
+def arguments(local_names: Group) -> Group:
+    """A member's keyword arguments, from `locals()`: the group's defaults one to one."""
+    return {k: v for k, v in local_names.items() if k not in ("self", "params", "__class__")}
+
+
+def rates(group: Group, dtype: torch.dtype) -> tuple[float | Tensor, float | Tensor]:
+    """The learning rates of directions and radii now: `radius_lr` is given for the lr that the
+    group started with and follows every schedule of lr."""
+    lr = group["lr"]
+    if isinstance(lr, Tensor):  # a scalar whose dtype does not spread
+        lr = lr.to(dtype).reshape(())
+    if group.get("radius_lr") is None:
+        return lr, lr
+    return lr, group["radius_lr"] / group["base_lr"] * lr
+
+
+def seed(group: Group) -> int | Tensor | None:
+    """Of the step's stochastic rounding; None rounds to nearest."""
+    return group["step"] if group["write_back"] == "stochastic" else None
+
+
+OWN_TO_EACH = ("params", "param_names")
+EVERY_STEP = ("lr", "step", "averaged")  # change from step to step
+
+
+def alike(groups: Sequence[Group]) -> list[tuple[Any, list[int]]]:
+    """Find groups that differ in nothing but their parameters: one step can move all of them, so
+    that a group for each parameter costs no time.
+
+    Return a key for the settings that rarely change, and the indices of the groups, for each set of
+    equal ones in the order of their first."""
+    found: dict[Any, list[int]] = {}
+    for index, group in enumerate(groups):
+        settings = frozenset(
+            (name, _key(x))
+            for name, x in group.items()
+            if name not in OWN_TO_EACH and name not in EVERY_STEP
+        )
+        changing = tuple(_key(group.get(name)) for name in EVERY_STEP)
+        found.setdefault((settings, changing), []).append(index)
+    return [(settings, indices) for (settings, _), indices in found.items()]
+
+
+def _key(value: Any) -> Any:
+    """Equal where values are. A value that cannot be compared is equal to itself alone, as a tensor
+    is, whose hash is its identity."""
+    key = tuple(value) if isinstance(value, list) else value
+    try:
+        hash(key)
+    except TypeError:
+        return id(value)
+    return key
+
+
+ALGORITHMS = ("matrix", "adamw")
+WRITE_BACKS = ("stochastic", "master")
+CONSTRUCTOR_KEYS = ("process_group",)  # one value for all groups
+# Options of version 0.1 that brought nothing (docs/log.md), with the values that turned them off.
+REMOVED = {
+    "tangent_momentum": False,
+    "exact_angle": False,
+    "row_beta": None,  # of AngularMuown; NorMuon and NorMuown have it
+    "column_gains": False,
+}
+FOREIGN_KEYS = (
+    *("params", "param_names", "base_lr", "fused", "foreach"),
+    *("initial_lr", "max_lr", "min_lr"),
+)
+WIRE_DTYPES = (None, "float32", "float64", "bfloat16")  # float16 would lose small entries
+# nor float16, whose range ends at 6e-8 and 65,504: gradients leave it, and momentum with them
+STATE_DTYPES = (None, "float32", "float64", "bfloat16")
+
+
+def _is_rate(x: Any) -> bool:
+    if isinstance(x, Tensor):
+        return x.numel() == 1 and not x.is_meta and _is_rate(x.item())
+    return is_number(x) and x >= 0
+
+
+def _is_fraction(x: Any) -> bool:
+    return is_number(x) and 0 <= x < 1
+
+
+def is_count(x: Any) -> bool:
+    return is_number(x) and isinstance(x, int) and x >= 0
+
+
+def _is_bool(x: Any) -> bool:
+    return isinstance(x, bool)
+
+
+def _is_cut(x: Any) -> bool:
+    if isinstance(x, list | tuple):
+        return all(map(is_count, x)) and len(x) > 0
+    return x is None or (is_count(x) and x >= 1)
+
+
+def _one_of(names: Any) -> tuple[Callable[[Any], bool], str]:
+    known = tuple(names)  # of strings and None: others may not compare
+    return (lambda x: isinstance(x, str | None) and x in known), (
+        "one of " + ", ".join(map(repr, names))
+    )
+
+
+_RATE = (_is_rate, "a finite number >= 0")
+_FRACTION = (_is_fraction, "a number in [0, 1)")
+_BOOL = (_is_bool, "True or False")
+_COUNT = (is_count, "an integer >= 0")
+_FLAG = (lambda x: x is None or _is_bool(x), "None, True or False")
+_CUT = (_is_cut, "None, a number of equal blocks >= 1, or a list of block sizes")
+
+RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "lr": (_is_rate, "a finite number >= 0, or a tensor with one such element"),
+    "momentum": _FRACTION,
+    "nesterov": _BOOL,
+    "betas": (
+        lambda x: isinstance(x, list | tuple) and len(x) == 2 and all(map(_is_fraction, x)),
+        "two numbers in [0, 1)",
+    ),
+    "eps": _RATE,
+    "warmup_steps": _COUNT,
+    "decay_scale": _RATE,
+    "decay_degree": _RATE,
+    "row_beta": (lambda x: x is None or _is_fraction(x), "None or a number in [0, 1)"),
+    "tangent_steps": _COUNT,
+    "radius_lr": (lambda x: x is None or _is_rate(x), "None (follow lr) or a finite number >= 0"),
+    "weight_decay": _RATE,
+    "maximize": _BOOL,
+    "capturable": _BOOL,
+    "workspace": (lambda x: is_number(x) and x > 0, "a number > 0: 0.25 for a quarter"),
+    "average": (lambda x: x is None or is_window(x), f"None, {WINDOWS}"),
+    "scale": _one_of(SCALES),
+    "orthogonalize": _one_of((*ORTHOGONALIZERS, TANGENT)),
+    "radius": _one_of(RADII),
+    "algorithm": _one_of(ALGORITHMS),
+    "write_back": _one_of(WRITE_BACKS),
+    "state_dtype": _one_of(STATE_DTYPES),
+    "wire_dtype": _one_of(WIRE_DTYPES),
+    "view": _one_of(VIEWS),
+    "transposed": _BOOL,
+    "blocks": _CUT,
+    "column_blocks": _CUT,
+    "step": _COUNT,
+    "averaged": _COUNT,
+    "base_lr": _RATE,
+    "fused": _FLAG,
+    "foreach": _FLAG,
+}
+
+
+def check_no_model(params: Any, family: str) -> None:
+    if isinstance(params, nn.Module):
+        raise TypeError(f"{family} got a model: pass plan(model), which sorts its parameters")
+
+
+def check_keys(group: Mapping[str, Any], defaults: Mapping[str, Any], family: str) -> None:
+    """Frameworks keep keys of their own in groups; a slip of the pen would be one of those."""
+    if not isinstance(group, dict) or "params" not in group:
+        raise TypeError(f"a param group must be a dict with the key 'params', not {group!r}")
+    for key in group:
+        if not isinstance(key, str):
+            raise TypeError(f"the key {key!r} in a group is not a string")
+        if key in CONSTRUCTOR_KEYS:
+            raise ValueError(
+                f"{key}={group[key]!r} in a group: it is an argument of the constructor, one value "
+                "for all groups"
+            )
+        if is_removed(key, group[key], defaults):
+            continue
+        if key in RULES and key not in (*defaults, *FOREIGN_KEYS):
+            raise ValueError(f"{key}={group[key]!r}: {family} has no {key}")
+        if key not in defaults and key not in FOREIGN_KEYS:
+            for near in get_close_matches(key, defaults, n=1, cutoff=0.85):
+                raise ValueError(f"{key}={group[key]!r} is no option: did you mean {near}?")
+
+
+def is_removed(key: str, value: Any, defaults: Mapping[str, Any]) -> bool:
+    """Whether an older version had this option; raise ValueError if it was on."""
+    if key not in REMOVED or key in defaults:
+        return False
+    if value is not REMOVED[key]:
+        raise ValueError(
+            f"{key}={value!r}: this option was removed, because no run was better with it; leave "
+            "it out, or use angular-muown 0.1 to continue such a run"
+        )
+    return True
+
+
+def listed(params: Any) -> Any:
+    """A group's parameters, which may come from a generator; torch says what else they may be."""
+    if isinstance(params, Tensor | set):
+        return params
+    if not isinstance(params, Iterable):
+        raise TypeError(f"params={params!r} in a group: it must be a list of parameters")
+    found = list(params)
+    for i, entry in enumerate(found):
+        name, p = entry if isinstance(entry, tuple) and len(entry) == 2 else (f"params[{i}]", entry)
+        if isinstance(p, Tensor) and not (p.is_leaf or p.retains_grad):
+            raise ValueError(
+                f"parameter {name!r} (shape {tuple(p.shape)}) is the result of a computation, not "
+                "a leaf: pass the tensor that it was computed from, or p.detach()"
+            )
+    return found
+
+
+def check_values(group: Mapping[str, Any]) -> None:
+    for key, (is_valid, wanted) in RULES.items():
+        if key in group and not is_valid(group[key]):
+            raise ValueError(f"{key}={group[key]!r} is not valid: it must be {wanted}")
+    if group.get("fused") and group.get("foreach"):
+        raise ValueError("fused=True with foreach=True: choose one of torch's implementations")
+    if group["algorithm"] == "matrix":
+        _check_combinations(group)
+
+
+def check_foreach(group: Mapping[str, Any]) -> None:
+    """What torch's AdamW would refuse at the step, after others have moved."""
+    if group["algorithm"] != "adamw" or not group.get("foreach"):
+        return
+    recorded = group["capturable"] and all(p.is_cuda for p in group["params"])
+    if not recorded and (group["capturable"] or isinstance(group["lr"], Tensor)):
+        raise ValueError(
+            f"lr={group['lr']!r} with foreach=True and capturable={group['capturable']}: torch's "
+            "foreach takes a tensor only with capturable=True and on a GPU; use a plain number, or "
+            "leave out foreach"
+        )
+
+
+def _check_combinations(group: Mapping[str, Any]) -> None:
+    """Values of a group of matrices that are valid by themselves."""
+    start = "base_lr" if "base_lr" in group else "lr"  # a schedule may have brought lr to 0 since
+    if group.get("radius_lr") is not None and float(group[start]) == 0:
+        raise ValueError(
+            f"radius_lr={group['radius_lr']!r} with {start}={group[start]!r}: radius_lr is "
+            "scheduled in proportion to lr, so lr must start above 0"
+        )
+    if group.get("orthogonalize") == TANGENT and "tangent_steps" not in group:
+        raise ValueError(
+            f"orthogonalize={TANGENT!r} is for AngularMuown alone: choose one of "
+            + ", ".join(map(repr, ORTHOGONALIZERS))
+        )
+
+
+def check_process_group(group: Any) -> Any:
+    """None, False, or a group that this rank is in."""
+    if group is None or group is False:
+        return group
+    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+        raise ValueError(
+            f"process_group={group!r} is not valid: it must be None (the default group), False "
+            "(every rank by itself) or a process group that this rank belongs to"
+        )
+    return group
+
+
+def check_copy(process_group: Any) -> None:
+    if process_group:
+        raise TypeError(
+            "an optimizer with a process_group cannot be copied or pickled, because the group "
+            "cannot: make another with the same groups, and load its state_dict"
+        )
+
+
+def parameter_names(group: Mapping[str, Any], index: int) -> list[str]:
+    """A name for each parameter of a group, for errors and reports."""
+    if "param_names" in group:
+        return list(group["param_names"])
+    return [f"param_groups[{index}]['params'][{i}]" for i in range(len(group["params"]))]
+
+
+# FSDP1 and ZeRO hand out flat pieces of many weights, and the rows of a matrix are gone.
+UNFLATTENED = {
+    "FSDP1": "use FSDP2 (torch.distributed.fsdp.fully_shard), which keeps their shapes",
+    "DeepSpeed": 'use ZeRO stage 0 ("zero_optimization": {"stage": 0}), or FSDP2 (fully_shard)',
+}
+
+
+def check_model(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> None:
+    """Before parameters are sorted: flat ones would look like vectors."""
+    for path, module in model.named_modules():
+        if is_a(module, FSDP1):
+            raise ValueError(
+                f"module '{path or type(module).__name__}' is wrapped by FSDP1, which flattens "
+                f"matrices: {UNFLATTENED['FSDP1']}"
+            )
+    for name, p in named:
+        _check_not_flat(p, f"parameter {name!r} (shape {tuple(p.shape)})")
+
+
+def _check_not_flat(p: Tensor, label: str) -> None:
+    culprit = what_flattened(p)
+    if culprit is not None:
+        raise ValueError(f"{label} was flattened by {culprit}: {UNFLATTENED[culprit]}")
+
+
+def check_parameter(p: Tensor, name: str, group: Mapping[str, Any]) -> None:
+    """A parameter in a group for matrices has to be readable as matrices."""
+    label = f"parameter {name!r} (shape {tuple(p.shape)}, {p.dtype}, {p.layout})"
+    elsewhere = "put it into a group with algorithm='adamw', or let plan(model) sort it"
+    _check_not_flat(p, label)
+    if p.is_complex() or not p.is_floating_point():
+        raise ValueError(f"{label} is not real floating point: leave it to another optimizer")
+    if group["algorithm"] == "adamw":
+        return
+    if p.layout != torch.strided:
+        raise ValueError(f"{label} is not dense: use p.to_dense()")
+    if p.ndim < 2:
+        raise ValueError(f"{label} is no matrix: {elsewhere}")
+    if p.numel() == 0:
+        raise ValueError(f"{label} has no elements: leave it out")
+    try:
+        Layout.of(group).check(p)
+    except ValueError as error:
+        raise ValueError(f"{label} {error}") from None
+
+
+def with_gradient(group: Mapping[str, Any], index: int) -> list[Tensor]:
+    """The group's parameters that have a gradient. Looked at before anything moves: a step is taken
+    by all parameters or by none. Once for every parameter and step: it is short for the host."""
+    found, matrices = [], group["algorithm"] == "matrix"
+    for i, p in enumerate(group["params"]):
+        if matrices and p.ndim < 2:  # it had more when it was added
+            names = parameter_names(group, index)
+            others = f" and {len(names) - 1} others" if len(names) > 1 else ""
+            raise ValueError(
+                f"a flat tensor of shape {tuple(p.shape)} took the place of matrices in group "
+                f"{index}, which was made of {names[0]!r}{others}. Under FSDP1: "
+                f"{UNFLATTENED['FSDP1']}. Under DeepSpeed: {UNFLATTENED['DeepSpeed']}"
+            )
+        grad = p.grad
+        if grad is None:
+            continue
+        if grad.layout is not torch.strided:
+            raise ValueError(
+                f"parameter {parameter_names(group, index)[i]!r} (shape {tuple(p.shape)}) has a "
+                f"{grad.layout} gradient: only dense ones are supported; for an embedding set "
+                "sparse=False"
+            )
+        found.append(p)
+    return found
+
+
+def check_clock(group: Mapping[str, Any], index: int) -> None:
+    """The numbers of a group that every step reads, and that users and schedulers write. A tensor
+    on the device is not waited for."""
+    for key in ("step", "averaged"):
+        value = group.get(key)
+        if type(value) is not int or value < 0:
+            _check_number(group, index, key, _is_clock, "an integer >= 0")
+    if type(group.get("lr")) is not float or not isfinite(group["lr"]):
+        _check_number(group, index, "lr", _is_finite, "a finite number or a tensor with one")
+    if group.get("radius_lr") is not None and group["algorithm"] == "matrix":
+        base = group.get("base_lr")
+        if type(base) is not float or not 0 < base < inf:
+            wanted = "the lr that radius_lr is given for, a number above 0"
+            _check_number(group, index, "base_lr", lambda x: is_number(x) and x > 0, wanted)
+
+
+def _is_clock(x: Any) -> bool:
+    if isinstance(x, Tensor):
+        return x.numel() == 1 and x.dtype in (torch.int64, torch.int32)
+    return is_count(plain_value(x))
+
+
+def _is_finite(x: Any) -> bool:
+    return x.numel() == 1 if isinstance(x, Tensor) else is_number(plain_value(x))
+
+
+def _check_number(
+    group: Mapping[str, Any], index: int, key: str, is_valid: Callable[[Any], bool], wanted: str
+) -> None:
+    if key not in group:
+        raise ValueError(f"group {index} has no {key}: it must be {wanted}")
+    if not is_valid(group[key]):
+        raise ValueError(
+            f"group {index} has {key}={group[key]!r}, which is not valid: it must be {wanted}"
+        )
+
+
+def check_group(group: Mapping[str, Any], index: int) -> None:
+    """The values of a group that is part of an optimizer already."""
+    try:
+        check_values(group)
+        check_foreach(group)
+    except ValueError as error:
+        raise ValueError(f"group {index}: {error}") from None
+
+
+def check_fit(
+    groups: Mapping[int, Mapping[str, Any]],
+    params: Iterable[Tensor],
+    states: Iterable[Mapping[str, Any]],
+) -> None:
+    """The state fits the parameters of these groups, which may have been cast, moved or resized
+    since. Once for every parameter and step: it is short for the host."""
+    adam = next(iter(groups.values()))["algorithm"] == "adamw"
+    names = ("exp_avg", "exp_avg_sq") if adam else ("momentum_buffer",)
+    for p, state in zip(params, states, strict=True):
+        for name in names:
+            value = state.get(name)
+            if (
+                value is None
+                or value.shape != p.shape
+                or value.device != p.device
+                or (adam and value.dtype is not p.dtype)
+            ):
+                _refuse_state(groups, p, name, value)
+        if not isinstance(state["step"], Tensor):
+            _refuse_state(groups, p, "step", None)
+
+
+def _refuse_state(
+    groups: Mapping[int, Mapping[str, Any]], p: Tensor, name: str, value: Tensor | None
+) -> None:
+    names = (
+        own
+        for i, group in groups.items()
+        for q, own in zip(group["params"], parameter_names(group, i), strict=True)
+        if q is p
+    )
+    label = f"parameter {next(names)!r}"
+    if value is None:
+        raise ValueError(
+            f"the state of {label} has no tensor {name}: restore it, or start with fresh state, "
+            "optimizer.state.clear()"
+        )
+    if value.shape != p.shape:
+        raise ValueError(
+            f"{label} has shape {tuple(p.shape)}, but its {name} has {tuple(value.shape)}: after "
+            "resizing a parameter, start with fresh state for it, del optimizer.state[p]"
+        )
+    raise ValueError(
+        f"{label} is {p.dtype} on {p.device}, but its {name} is {value.dtype} on {value.device}: "
+        "after casting or moving the model, bring the state along by "
+        "optimizer.load_state_dict(optimizer.state_dict())"
+    )

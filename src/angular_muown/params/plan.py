@@ -1,0 +1,182 @@
+"""plan(model): which parameter goes where, as ordinary param groups and as a table to read.
+
+A parameter's role comes from the module that owns it and from what the caller declares, never from
+its shape. What neither settles is an error that says how to declare it.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from angular_muown.params.layout import Cut
+from angular_muown.params.options import check_model
+from angular_muown.params.roles import Patterns, Role, find_roles
+
+Overrides = Mapping[str, Mapping[str, Any]]
+SHOWN = ("params", "algorithm", "view", "transposed", "blocks", "column_blocks", "lr", "radius_lr")
+
+
+class Plan(list[dict[str, Any]]):
+    """Param groups with (name, parameter) pairs; printed, one line for each parameter."""
+
+    def __init__(self, groups: Iterable[dict[str, Any]], reasons: Mapping[str, str]) -> None:
+        super().__init__(groups)
+        self.reasons = reasons
+
+    def __str__(self) -> str:
+        head = ("parameter", "shape", "rule", "cut", "lr", "radius lr", "why")
+        table = [head, *(self._line(name, p, g) for g in self for name, p in g["params"])]
+        widths = [max(len(row[i]) for row in table) for i in range(len(head))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in table
+        ]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        return "\n".join([*lines, "", self._summary()])
+
+    def _line(self, name: str, p: Tensor, group: dict[str, Any]) -> tuple[str, ...]:
+        matrix = group["algorithm"] == "matrix"
+        return (
+            name,
+            " x ".join(map(str, p.shape)) or "scalar",
+            group["algorithm"],
+            _describe_cut(group) if matrix else "",
+            f"{group['lr']:g}" if "lr" in group else "lr",
+            (f"{group['radius_lr']:g}" if group.get("radius_lr") is not None else "lr")
+            if matrix
+            else "",
+            ", ".join([self.reasons[name], *_others(group)]),
+        )
+
+    def _summary(self) -> str:
+        parts = []
+        for rule in ("matrix", "adamw"):
+            params = [p for g in self if g["algorithm"] == rule for _, p in g["params"]]
+            elements = sum(p.numel() for p in params)
+            parts.append(f"{rule}: {len(params)} parameters, {elements:,} elements")
+        return "\n".join(parts)
+
+
+def plan(
+    model: nn.Module,
+    *,
+    blocks: Mapping[str, Cut] | None = None,
+    column_blocks: Mapping[str, Cut] | None = None,
+    stacks: str | Iterable[str] = (),
+    transposed: str | Iterable[str] = (),
+    matrix: str | Iterable[str] = (),
+    adamw: str | Iterable[str] = (),
+    head: str | Iterable[str] | None = "auto",
+    aux_lr: float | None = None,
+    aux_weight_decay: float = 0.0,
+    radius_lr: float | None = None,
+    overrides: Overrides | None = None,
+) -> Plan:
+    """Sort every trainable parameter of `model` into param groups.
+
+    Hidden matrices go to the matrix rule; embeddings, heads, norms, biases, routers and whatever
+    has fewer than two dimensions go to AdamW. All patterns are globs over parameter names.
+
+    Args:
+        blocks: pattern -> number of equal row blocks, or their sizes (fused q, k, v; heads).
+        column_blocks: the same for columns (heads of an output projection).
+        stacks: patterns of (..., m, n) stacks of matrices, such as experts.
+        transposed: patterns of matrices stored as in x out.
+        matrix, adamw: patterns that go to the one or the other, whatever they look like.
+        head: pattern(s) of the output head; "auto" finds a tied one, one that the model reports
+            (get_output_embeddings) or one with a usual name; None says that there is none.
+        aux_lr, aux_weight_decay: for the AdamW groups; aux_lr None means the optimizer's lr.
+        radius_lr: for the row lengths of the matrices; None means lr.
+        overrides: pattern -> values to set in the group, such as {"*.mlp.*": {"lr": 0.01}}.
+    """
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not named:
+        raise ValueError(f"{type(model).__name__} has no trainable parameters: nothing to plan")
+    check_model(model, named)
+    patterns = Patterns([name for name, _ in named])
+    declared = _declared(patterns, stacks, transposed, matrix, adamw)
+    roles = find_roles(model, named, patterns, declared, head)
+    cuts = {
+        "blocks": patterns.lookup("blocks", (blocks or {}).items()),
+        "column_blocks": patterns.lookup("column_blocks", (column_blocks or {}).items()),
+    }
+    rates = {
+        "adamw": {"weight_decay": aux_weight_decay, **({} if aux_lr is None else {"lr": aux_lr})},
+        "matrix": {} if radius_lr is None else {"radius_lr": radius_lr},
+    }
+    extra = patterns.lookup("overrides", (overrides or {}).items())
+    groups: dict[str, dict[str, Any]] = {}
+    for name, p in named:
+        role = roles[name]
+        own_cuts = _own_cuts(name, role, cuts)
+        twice = {"algorithm", *own_cuts, *role.values}.intersection(extra.get(name, {}))
+        if twice:
+            raise ValueError(
+                f"overrides sets {', '.join(sorted(twice))} of '{name}', which is settled already: "
+                "use matrix=, adamw=, stacks=, transposed=, blocks= or column_blocks= for that"
+            )
+        values = {**role.values, **own_cuts, **rates[role.algorithm], **extra.get(name, {})}
+        values["algorithm"] = role.algorithm
+        group = groups.setdefault(repr(sorted(values.items())), {"params": [], **values})
+        group["params"].append((name, p))
+    return Plan(groups.values(), {name: role.reason for name, role in roles.items()})
+
+
+def _declared(
+    patterns: Patterns,
+    stacks: str | Iterable[str],
+    transposed: str | Iterable[str],
+    matrix: str | Iterable[str],
+    adamw: str | Iterable[str],
+) -> dict[str, Role]:
+    """What the caller says outright; a parameter may be named by one of the rules only."""
+    matrix, adamw, stacks, transposed = map(_patterns, (matrix, adamw, stacks, transposed))
+    rules = patterns.lookup(
+        "matrix, adamw, stacks",
+        [
+            *((pattern, Role("matrix", "declared")) for pattern in matrix),
+            *((pattern, Role("adamw", "declared")) for pattern in adamw),
+            *((pattern, Role("matrix", "stack", {"view": "stack"})) for pattern in stacks),
+        ],
+    )
+    turned = patterns.lookup("transposed", [(pattern, True) for pattern in transposed])
+    for name in turned:
+        role = rules.get(name, Role("matrix", "declared transposed"))
+        if role.algorithm == "adamw":
+            raise ValueError(
+                f"'{name}' is in adamw= and in transposed=: AdamW needs no orientation"
+            )
+        rules[name] = Role(role.algorithm, role.reason, {**role.values, "transposed": True})
+    return rules
+
+
+def _patterns(given: str | Iterable[str]) -> list[str]:
+    return [given] if isinstance(given, str) else list(given)
+
+
+def _own_cuts(name: str, role: Role, cuts: Mapping[str, Mapping[str, Cut]]) -> dict[str, Cut]:
+    own = {key: found[name] for key, found in cuts.items() if name in found}
+    if own and role.algorithm != "matrix":
+        raise ValueError(
+            f"{own} would cut '{name}', but it goes to AdamW ({role.reason}): declare it with "
+            f"matrix=['{name}'], or drop it from the cuts"
+        )
+    return own
+
+
+def _others(group: Mapping[str, Any]) -> list[str]:
+    """What a group sets beyond the table's columns; no decay is what everybody expects of AdamW."""
+    silent = {"weight_decay": 0.0} if group["algorithm"] == "adamw" else {}
+    others = ((key, value) for key, value in group.items() if key not in SHOWN)
+    return [f"{key}={value}" for key, value in others if silent.get(key) != value]
+
+
+def _describe_cut(group: Mapping[str, Any]) -> str:
+    parts = [group["view"]] if "view" in group else []
+    parts += ["transposed"] if group.get("transposed") else []
+    for key, word in (("blocks", "rows"), ("column_blocks", "columns")):
+        if group.get(key) is not None:
+            cut = group[key]
+            parts.append(f"{cut} x {word}" if isinstance(cut, int) else f"{word} {list(cut)}")
+    return ", ".join(parts) or "whole"
