@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from angular_muown.foreign import FSDP1, is_a, what_flattened
-from angular_muown.groups import plain_value
+from angular_muown.groups import EVERY_STEP, plain_value
 from angular_muown.layout import VIEWS, Layout
 from angular_muown.schedules import WINDOWS, is_number, is_window
 from angular_muown.stages.orthogonalize import ORTHOGONALIZERS
@@ -343,9 +343,10 @@ def _check_number(
 
 
 def check_group(group: Mapping[str, Any], index: int) -> None:
-    """The values of a group that is part of an optimizer already."""
+    """The values of a group that is part of an optimizer already, but for those that change from
+    step to step: `check_clock` looks at them, and they may be tensors."""
     try:
-        check_values(group)
+        check_values({key: x for key, x in group.items() if key not in EVERY_STEP})
         check_foreach(group)
     except ValueError as error:
         raise ValueError(f"group {index}: {error}") from None
