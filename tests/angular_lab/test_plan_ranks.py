@@ -84,11 +84,11 @@ def _stepped(shapes: Shapes, replicas: int) -> tuple[int, int]:
         sent += sum(counts) - counts[dist.get_rank(group)]
         return swap(received, send, sizes, counts, group=group, **rest)
 
-    def gathered(to, own, group=None):
+    def gathered(to, own, group=None, **rest):
         nonlocal sent
         if own.dtype == torch.uint8:  # matrices; agreements are numbers
             sent += own.numel() * (dist.get_world_size(group) - 1)
-        return gather(to, own, group=group)
+        return gather(to, own, group=group, **rest)
 
     dist.all_to_all_single, dist.all_gather_single = counted, gathered
     stacks = ["*.experts.*"] if shapes.experts else []

@@ -140,10 +140,10 @@ class Agreement:
     def _explain_settings(self, found: list[Report], when: str) -> None:
         first, ranks = found[0].settings, self.team.ranks
         for rank, report in zip(ranks, found, strict=True):
-            for index in first.keys() & report.settings.keys():
-                group, theirs = first[index], report.settings[index]
-                for key in group.keys() & theirs.keys():
-                    value, other = group[key], theirs[key]
+            for index, group in first.items():
+                theirs = report.settings.get(index, {})
+                for key, value in group.items():
+                    other = theirs.get(key, value)
                     if repr(other) != repr(value):
                         raise RuntimeError(
                             f"{when}group {index} has {key}={value!r} on rank {ranks[0]} and "

@@ -34,9 +34,9 @@ class Parts(Whole):
     def parts(self, t: Tensor) -> Tensor:
         return total(t, (*self.row_teams, *self.column_teams))
 
-    def _row_norm(self, X: Tensor) -> Tensor:
+    def plain_row_norm(self, X: Tensor) -> Tensor:
         # Squares of roots would not be the squares that were summed.
-        return self.rows(X.square()).sqrt() if self.row_teams else super()._row_norm(X)
+        return self.rows(X.square()).sqrt() if self.row_teams else super().plain_row_norm(X)
 
     def row_largest(self, X: Tensor) -> Tensor:
         found = super().row_largest(_filled(X, -1))

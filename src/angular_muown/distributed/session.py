@@ -177,7 +177,7 @@ class Exchanges:
         names = parameter_names(group, index)
         for at, (p, name) in enumerate(zip(group["params"], names, strict=True)):
             team = None if is_sharded(p) else holders_of_copies(p, process_group)
-            if team is None and not is_sharded(p):
+            if (team is None and not is_sharded(p)) or p.ndim < 2:  # flattened: refused later
                 continue
             place = (p.device_mesh, p.placements) if is_sharded(p) else (team,)
             key = (layout, p.shape, *place)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from angular_muown.stages import reductions
 from angular_muown.stages.reductions import WHOLE, Summing, Whole
 
 Rows = dict[str, Tensor]
@@ -31,9 +32,9 @@ def nonzero(x: Tensor) -> Tensor:
 
 
 def surely_none(mask: Tensor) -> bool:
-    """Whether no entry is true, as far as that can be known without waiting: of a tensor on a GPU
-    it cannot. What is left out then changes no bit."""
-    return mask.device.type == "cpu" and not bool(mask.any())
+    """Whether no entry is true, as far as the host may know. What is left out then changes no
+    bit."""
+    return reductions.may_look(mask) and not bool(mask.any())
 
 
 def normalize_rows(X: Tensor, sums: Whole = WHOLE) -> Tensor:
@@ -89,7 +90,8 @@ class Oblique(Summing):
         return Split(U, g, g * (G - r * U), r)
 
     def join(self, at: Split, step: Tensor, g: Tensor, rows: Rows) -> Tensor:
-        return g * normalize_rows(at.U + step, self.sums)
+        moved = at.U + step
+        return g * (moved / nonzero(self.sums.plain_row_norm(moved)))
 
 
 class WeightNorm(Summing):

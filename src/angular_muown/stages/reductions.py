@@ -8,7 +8,7 @@ A stage asks its `sums` for every total of more than one entry, and for the side
 from collections.abc import Callable
 from copy import copy
 from functools import cache
-from math import frexp
+from math import frexp, inf
 from typing import Self
 
 import torch
@@ -37,13 +37,16 @@ class Whole:
         return t
 
     def row_norm(self, X: Tensor) -> Tensor:
-        return _norm(X, self._row_norm, self.row_largest)
+        return _norm(X, self.plain_row_norm, self.row_largest)
 
-    def _row_norm(self, X: Tensor) -> Tensor:
+    def plain_row_norm(self, X: Tensor) -> Tensor:
+        """For rows whose squares are known to stay in range, such as nearly unit ones."""
         return torch.linalg.vector_norm(X, dim=-1, keepdim=True)
 
     def row_largest(self, X: Tensor) -> Tensor:
-        return X.abs().amax(dim=-1, keepdim=True)
+        if may_look(X):
+            return X.abs().amax(dim=-1, keepdim=True)
+        return torch.linalg.vector_norm(X, ord=inf, dim=-1, keepdim=True)  # slow on a CPU
 
     def largest(self, X: Tensor) -> Tensor:
         return X.abs().amax(dim=(-2, -1), keepdim=True)
@@ -52,15 +55,20 @@ class Whole:
         return _norm(X, lambda X: self.entries(X.square()).sqrt(), self.largest)
 
 
+def may_look(X: Tensor) -> bool:
+    """Whether the host may decide by the entries of X: for those of a GPU it would have to wait."""
+    return X.device.type == "cpu"
+
+
 def _norm(
     X: Tensor, norm: Callable[[Tensor], Tensor], largest: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """Compute a norm whose squares neither overflow nor underflow.
 
     A power of two is taken out first where it matters. That is exact, so the result has the same
-    bits either way. A CPU looks whether it matters; looking would make the host wait for a GPU.
+    bits either way.
     """
-    if X.device.type == "cpu":
+    if may_look(X):
         found = norm(X)
         if _is_ordinary(found):
             return found
