@@ -13,7 +13,7 @@ from angular_lab.health import OnHost
 from angular_lab.recipes import recipe
 from angular_lab.runs import train
 from angular_muown import AngularMuown
-from tests.angular_muown.family import MEMBERS, noise, parameter
+from tests.library.family import MEMBERS, noise, parameter
 
 pytestmark = [
     pytest.mark.gpu,

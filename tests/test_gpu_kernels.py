@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from angular_muown import AngleMonitor, AngularMuown, NorMuown, averaging
 from angular_muown.engine import Engine
 from angular_muown.kernels.pointers import PLACES, Mailbox
-from tests.angular_muown.family import FUSED
+from tests.library.family import FUSED
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,7 +17,7 @@ from angular_muown.distributed.assignment import GRAM_BYTES, GRAM_SUMS, Assignme
 
 ITERATIONS = 5  # of Polar Express and of the quintic
 # Bytes that a step moves in memory for an entry of a float32 matrix on its rank: tensors read and
-# written by the operations of `engine.update`, counted one by one (tests/angular_lab/
+# written by the operations of `update.update`, counted one by one (tests/angular_lab/
 # test_rank_cost.py), then packing and unpacking: 4 to 2, 2 to 2; back 2 to 4, 4 to 4.
 ROW_BYTES = 208
 PACKING_BYTES = 24

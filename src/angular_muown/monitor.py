@@ -35,7 +35,7 @@ def row_angles(before: Tensor, after: Tensor) -> Tensor:
     """Radians between rows; nan where one of them is zero.
 
     A row that went through zero changed its sign but did not turn, so u and -u count as the same
-    direction. Kernels that write W say the same of its rows: `_chord` in kernels/after.py.
+    direction. Kernels that write W say the same of its rows: `_chord` in kernels/triton/rows.py.
     """
     u, v = normalize_rows(before), normalize_rows(after)
     chord = torch.minimum(row_norm(v - u), row_norm(v + u))

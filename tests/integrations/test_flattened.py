@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from angular_muown import AngularMuown, plan
-from tests.angular_muown.models import loss_of, tiny_lm
+from tests.library.models import loss_of, tiny_lm
 from tests.ranks import results
 
 

@@ -17,8 +17,8 @@ from transformers import (
 
 from angular_muown import AngularMuown, Muon
 from angular_muown.integrations.transformers import PlannedOptimizer, planned, wsd_arguments
-from tests.angular_muown.models import tiny_lm
 from tests.integrations.scripts import load
+from tests.library.models import tiny_lm
 
 CLASSES = {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM}
 STEPS = 40

@@ -1,6 +1,6 @@
 """The exchange: matrices that lie over ranks, whole at their owners for the polar factor.
 
-A step of such matrices pauses in `engine.update` where it needs them whole. A round of them makes
+A step of such matrices pauses in `update.update` where it needs them whole. A round of them makes
 a journey: every rank sends its parts to the owners, the owners orthogonalize, the parts of the
 result come back, and ranks that hold copies of one part give each other what their owners made.
 While the owners are at work on one round, the next is on its way.

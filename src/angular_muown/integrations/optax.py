@@ -28,7 +28,7 @@ from angular_muown.stages.orthogonalize import (
 )
 from angular_muown.stages.scale import SCALES
 
-# One step of one matrix in JAX: `angular_muown.engine.update` for AngularMuown, with the stages
+# One step of one matrix in JAX: `angular_muown.update.update` for AngularMuown, with the stages
 # under their own names. Constants and scales are the torch package's; parity is tested.
 
 

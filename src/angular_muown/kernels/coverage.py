@@ -1,4 +1,4 @@
-"""What the kernels cover; everything else takes the eager path of `engine.update`.
+"""What the kernels cover; everything else takes the eager path of `update.update`.
 
 Covered are dense float32, bfloat16 and float16 parameters on an NVIDIA GPU with Triton, whose
 matrices lie in rows and have sides that are multiples of 16, the short one at least 128, with

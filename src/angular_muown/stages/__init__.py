@@ -1,4 +1,4 @@
 """The stages of one step, one file each: read the folder listing as the equation.
 
-charts, spheres -> momentum -> tangent, orthogonalize -> normalize -> scale -> radius
+charts -> momentum -> tangent, orthogonalize -> normalize -> scale -> radius; reductions add up.
 """

@@ -2,7 +2,7 @@
 
 A stage asks its `sums` for every total of more than one entry, and for the sides of the matrices.
 `Whole` adds up what it is given; ranks that hold parts of matrices add up each other's as well
-(`Parts` in parts.py). So a stage is written once, for whole matrices.
+(`Parts` in distributed/reductions.py). So a stage is written once, for whole matrices.
 """
 
 from collections.abc import Callable

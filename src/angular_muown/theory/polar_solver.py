@@ -106,7 +106,7 @@ class SmoothPolar(NamedTuple):
 # Diag(l) U; its gradient is h_i = <polar(X)_i, U_i>. Every feasible D bounds it from below, -<M,
 # D> <= |X|_*. The difference is the duality gap: it proves how good D is.
 
-# Found by trying factors of 3 on the spectra of tests/angular_muown/test_tangent_polar.py.
+# Found by trying factors of 3 on the spectra of tests/library/theory/test_polar_solver.py.
 OPENING = 2  # steps by the majorizer alone: rectangular matrices are nearly done after them
 FIRST_EPS = 0.005  # smoothing at the start, relative to the mean singular value
 SMOOTHING = 0.5  # share of the gap that smoothing may cost

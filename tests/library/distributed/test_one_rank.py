@@ -1,0 +1,68 @@
+"""One rank that goes through the whole exchange with itself: what a GPU without company can show.
+
+The step sends no number to the host and waits for none; torch is told to raise where it would.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from angular_muown import AngularMuown, NorMuon
+from angular_muown.distributed import session
+from angular_muown.distributed.mesh import Spread, Team
+from angular_muown.params.layout import Window
+from tests.library.family import noise, parameter
+from tests.ranks import results
+
+SHAPES = [(192, 256), (256, 192), (192, 256)]
+
+
+def to_itself(p: Any, layout: Any, copies: Any, name: str) -> Spread:
+    team = Team((0,), 0, dist.group.WORLD)
+    m, n = layout.sides(p.shape)
+    return Spread(team, Team((0,), 0), team, (Window((0, m), (0, n), m, n),), (team,), (team,))
+
+
+def stepped(member: Any, device: str, exchanged: bool) -> list[torch.Tensor]:
+    params = [
+        nn.Parameter(parameter(*s, seed=i, dtype=torch.float32).detach().to(device))
+        for i, s in enumerate(SHAPES)
+    ]
+    optimizer = member(params, lr=0.02, process_group=None if exchanged else False)
+    own, holders = session.spread_of, session.holders_of_copies
+    if exchanged:
+        session.spread_of, session.holders_of_copies = to_itself, lambda p, group: Team((0,), 0)
+    for step in range(4):
+        for i, p in enumerate(params):
+            p.grad = noise(*p.shape, seed=10 * step + i, dtype=p.dtype).to(device)
+        if device == "cuda" and step > 1:  # the first makes the plan, and libraries wake up
+            torch.cuda.set_sync_debug_mode("error")
+        optimizer.step()
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    session.spread_of, session.holders_of_copies = own, holders
+    assert bool(optimizer._session and optimizer._session.known) == exchanged
+    return [p.detach().cpu() for p in params]
+
+
+def both(device: str) -> list[Any]:
+    if device == "cuda":
+        dist.destroy_process_group()
+        dist.init_process_group("nccl", init_method="tcp://127.0.0.1:29561", rank=0, world_size=1)
+    return [
+        (stepped(member, device, True), stepped(member, device, False))
+        for member in (AngularMuown, NorMuon)
+    ]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_rank_that_exchanges_with_itself(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    tolerance = 1e-5 if device == "cpu" else 1e-3  # bf16 iterations, by kernels and without
+    for exchanged, alone in results(1, both, device)[0]:
+        for a, b in zip(exchanged, alone, strict=True):
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)

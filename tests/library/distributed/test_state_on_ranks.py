@@ -1,0 +1,313 @@
+"""State over ranks: as spread as the parameter, saved by some ranks and loaded by others."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from angular_muown import AngleMonitor, AngularMuown, MagnitudeDirection, NorMuown, plan
+from tests.library.family import noise, parameter
+from tests.library.sharded import PLACEMENTS, place, whole
+from tests.ranks import results
+
+WAYS = ("ddp", "fsdp", "fsdp by columns", "hsdp", "tp", "fsdp x tp")
+WIDTH, ROWS = 12, 20  # torch cuts layers for tensor parallelism evenly only
+
+
+class Net(nn.Module):
+    """Two layers, a stack of experts, and a head with fewer rows than ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(WIDTH, ROWS)
+        self.down = nn.Linear(ROWS, WIDTH, bias=False)
+        self.experts = nn.Parameter(torch.randn(4, WIDTH, WIDTH) / 4)
+        self.head = nn.Linear(WIDTH, 3)
+        self.to(torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(self.up(x).relu())
+        experts = self.experts
+        if isinstance(experts, DTensor):
+            experts = experts.full_tensor()
+        return self.head(x + (x @ experts.mean(dim=0)).relu())
+
+
+def spread(net: nn.Module, way: str) -> nn.Module:
+    world = dist.get_world_size() if way != "alone" else 1
+    if way == "ddp":
+        return DistributedDataParallel(net)
+    if way in ("tp", "fsdp x tp"):
+        size = world if way == "tp" else world // 2
+        mesh = init_device_mesh("cpu", (world // size, size), mesh_dim_names=("dp", "tp"))
+        layers = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(net, mesh["tp"], layers)
+        if way == "fsdp x tp":
+            fully_shard(net, mesh=mesh["dp"])
+    elif way == "hsdp":
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("copies", "parts"))
+        fully_shard(net, mesh=mesh)
+    elif way.startswith("fsdp"):
+
+        def choose(p: Tensor) -> Shard | None:  # torch cuts other dimensions evenly only
+            even = p.ndim > 1 and p.shape[1] % world == 0
+            return Shard(1) if way == "fsdp by columns" and even else None
+
+        fully_shard(net, mesh=init_device_mesh("cpu", (world,)), shard_placement_fn=choose)
+    return net
+
+
+def planned(net: nn.Module) -> Any:
+    """With blocks: of a whole matrix the rows could be in any order."""
+    return plan(net, stacks=["experts"], blocks={"up.weight": 2}, aux_lr=0.01)
+
+
+def built(way: str, member: Any = AngularMuown) -> tuple[nn.Module, nn.Module, Any]:
+    net = Net()
+    model = spread(net, way)
+    return net, model, member(planned(net), lr=0.05)
+
+
+def train(model: nn.Module, optimizer: Any, steps: range) -> None:
+    """The same batch on every rank, so that the mean over ranks is one process's gradient."""
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(8, WIDTH, dtype=torch.float64, generator=generator)
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weights(net: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(p) for name, p in net.named_parameters()}
+
+
+def trained(way: str, steps: int = 4) -> dict[str, Tensor]:
+    net, model, optimizer = built(way)
+    train(model, optimizer, range(steps))
+    return weights(net)
+
+
+def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9, msg=name)
+
+
+def ways(names: tuple[str, ...]) -> list[dict[str, Tensor]]:
+    return [trained(name) for name in names]
+
+
+def test_torch_own_ways_to_spread_a_model() -> None:
+    alone = trained("alone")
+    for rank in results(4, ways, WAYS):
+        for found in rank:
+            assert_same(found, alone)
+
+
+def sizes(way: str) -> dict[str, tuple[int, int]]:
+    net, model, optimizer = built(way, NorMuown)
+    train(model, optimizer, range(1))
+    found = {}
+    for name, p in net.named_parameters():
+        for key, value in optimizer.state[p].items():
+            part = value.to_local() if isinstance(value, DTensor) else value
+            found[f"{name}.{key}"] = (part.numel(), value.numel())
+    return found
+
+
+def test_state_is_spread_as_the_parameter_is() -> None:
+    ranks = results(4, sizes, "fsdp")
+    for key, (_, total) in ranks[0].items():
+        parts = [rank[key][0] for rank in ranks]
+        assert sum(parts) == (4 if key.endswith(".step") else total), key
+    assert any("row_second_moment" in key for key in ranks[0])
+
+
+def saved(way: str, folder: str, member: Any) -> dict[str, Tensor]:
+    net, model, optimizer = built(way, member)
+    train(model, optimizer, range(2))
+    states = dict(zip(("model", "optimizer"), get_state_dict(net, optimizer), strict=True))
+    dcp.save(states, checkpoint_id=folder)
+    train(model, optimizer, range(2, 4))
+    return weights(net)
+
+
+def loaded(way: str, folder: str, member: Any) -> tuple[dict[str, Tensor], list[str]]:
+    net, model, optimizer = built(way, member)
+    states = dict(zip(("model", "optimizer"), get_state_dict(net, optimizer), strict=True))
+    keys = sorted(states["optimizer"]["state"])
+    dcp.load(states, checkpoint_id=folder)
+    set_state_dict(
+        net, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"]
+    )
+    train(model, optimizer, range(2, 4))
+    return weights(net), keys
+
+
+ROUTES = [
+    (AngularMuown, 4, "fsdp", 2, "fsdp"),
+    (AngularMuown, 2, "ddp", 4, "fsdp x tp"),
+    (AngularMuown, 4, "hsdp", 2, "ddp"),
+    (AngularMuown, 2, "tp", 4, "hsdp"),
+    (AngularMuown, 1, "alone", 4, "fsdp"),
+    (AngularMuown, 4, "fsdp x tp", 1, "alone"),
+    (MagnitudeDirection, 2, "fsdp by columns", 4, "fsdp x tp"),
+]
+
+
+@pytest.mark.parametrize(("member", "before", "first", "after", "second"), ROUTES)
+def test_save_on_some_ranks_and_load_on_others(
+    tmp_path: Path, member: Any, before: int, first: str, after: int, second: str
+) -> None:
+    wanted = results(before, saved, first, str(tmp_path), member)[0]
+    found = results(after, loaded, second, str(tmp_path), member)
+    for rank, keys in found:
+        assert_same(rank, wanted)
+        assert keys == found[0][1], "a distributed checkpoint waits for keys that a rank lacks"
+
+
+def whole_and_back(way: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A full state dict, loaded by torch's function and by the optimizer's own method."""
+    net, model, optimizer = built(way)
+    train(model, optimizer, range(2))
+    options = StateDictOptions(full_state_dict=True)
+    full = get_optimizer_state_dict(net, optimizer, options=options)
+    start = {name: p.detach().clone() for name, p in net.named_parameters()}
+    own = optimizer.state_dict()
+    state = {i: {k: whole(v) for k, v in s.items()} for i, s in own["state"].items()}
+    train(model, optimizer, range(2, 4))
+    wanted = weights(net)
+
+    assert not any(isinstance(v, DTensor) for s in full["state"].values() for v in s.values())
+    with torch.no_grad():
+        for name, p in net.named_parameters():
+            p.copy_(start[name])
+    fresh = AngularMuown(planned(net), lr=0.05)
+    fresh.load_state_dict({"state": copy.deepcopy(state), "param_groups": own["param_groups"]})
+    for values in fresh.state.values():
+        for value in values.values():
+            if isinstance(value, DTensor):
+                part = value.to_local()
+                assert part.untyped_storage().nbytes() == part.nbytes, "nothing whole is kept"
+    train(model, fresh, range(2, 4))
+    return wanted, weights(net)
+
+
+def test_a_whole_state_dict_finds_its_places() -> None:
+    for wanted, found in results(2, whole_and_back, "fsdp"):
+        assert_same(found, wanted)
+
+
+def lacking() -> list[list[str]]:
+    """Rank 0's experts got no tokens."""
+    net, model, optimizer = built("fsdp")
+    train(model, optimizer, range(1))
+    optimizer = AngularMuown(planned(net), lr=0.05)
+    for name, p in net.named_parameters():
+        absent = dist.get_rank() == 0 and name in ("experts", "head.bias")
+        p.grad = None if absent else torch.zeros_like(p)
+    optimizer.step()
+    keys = [sorted(optimizer.state[p]) for p in net.parameters()]
+    return [*keys, [str(group["step"]) for group in optimizer.param_groups]]
+
+
+def test_ranks_have_the_same_keys_and_clocks_whatever_their_gradients() -> None:
+    first, second = results(2, lacking)
+    assert first == second
+    assert all(first)
+
+
+def clocks(spread: bool, lacking: dict[int, tuple[int, ...]]) -> list[int]:
+    """Three groups: two stacks of experts, cut by experts, and a matrix. `lacking` has the groups
+    without gradient, by rank."""
+    shapes = [(4, 6, 5), (4, 6, 5), (6, 5)]
+    groups: list[dict[str, Any]] = []
+    for i, shape in enumerate(shapes):
+        W = parameter(*shape, seed=i).detach()
+        p = nn.Parameter(place(W, PLACEMENTS["rows"]) if spread else W)
+        groups.append({"params": [p], "view": "stack" if len(shape) == 3 else "matrix"})
+    optimizer = AngularMuown(groups)
+    for t in range(2):
+        for i, group in enumerate(groups):
+            G = noise(*shapes[i], seed=10 * t + i)
+            absent = i in lacking.get(dist.get_rank() if spread else 0, ())
+            G = place(G, PLACEMENTS["rows"]) if spread else G
+            group["params"][0].grad = None if absent else G
+        optimizer.step()
+    return [group["step"] for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize(
+    ("lacking", "wanted"),
+    [
+        ({0: (1,), 1: (1,)}, [2, 0, 2]),  # nothing anywhere: as in one process
+        ({0: (1, 2), 1: (1, 2)}, [2, 0, 0]),
+        ({0: (0, 1), 1: (1,)}, [2, 0, 2]),  # rank 0's experts got no tokens
+        ({0: (0,), 1: (1,)}, [2, 2, 2]),
+        ({0: (0, 1, 2), 1: (0, 2)}, [0, 2, 0]),
+    ],
+)
+def test_clocks_count_the_steps_in_which_any_rank_has_a_gradient(
+    lacking: dict[int, tuple[int, ...]], wanted: list[int]
+) -> None:
+    assert results(2, clocks, True, lacking) == [wanted, wanted]
+    alone = {0: tuple(i for i in range(3) if all(i in absent for absent in lacking.values()))}
+    assert clocks(False, alone) == wanted
+
+
+def looked_at(way: str) -> bool:
+    """Taking the state dict of a fresh optimizer changes nothing."""
+    net, model, optimizer = built(way)
+    before = weights(net)
+    get_optimizer_state_dict(net, optimizer)
+    assert all(group["step"] == 0 for group in optimizer.param_groups)
+    assert all(
+        torch.equal(a, b) for a, b in zip(before.values(), weights(net).values(), strict=True)
+    )
+    train(model, optimizer, range(4))
+    assert_same(weights(net), trained(way))
+    return True
+
+
+def test_a_look_at_a_fresh_optimizer_changes_nothing() -> None:
+    assert results(2, looked_at, "fsdp") == [True, True]
+
+
+def watched(names: tuple[str, ...]) -> list[dict[str, float]]:
+    found = []
+    for way in names:
+        net, model, optimizer = built(way)
+        monitor = AngleMonitor(net, optimizer, every=2)
+        train(model, optimizer, range(3))
+        found.append(monitor.read())
+    return found
+
+
+def test_the_monitor_sees_whole_matrices() -> None:
+    [alone] = watched(("alone",))
+    assert {"angle_mean", "radial_mean", "orthogonality_error", "kappa"} <= alone.keys()
+    for rank in results(4, watched, WAYS):
+        for found in rank:
+            assert found == pytest.approx(alone, rel=1e-9)

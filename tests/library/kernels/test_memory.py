@@ -1,0 +1,77 @@
+"""How the work buffer is spent: within its bytes, and evenly over the lanes."""
+
+import pytest
+import torch
+
+from angular_muown import AngularMuown
+from angular_muown.kernels.launch import CUBLAS_WORKSPACE, Room, divide
+from tests.library.family import noise, parameter
+
+pytest.importorskip("triton")
+
+from angular_muown.kernels import launch
+from tests.library.kernels.test_fused import kernels
+
+MiB = 2**20
+
+
+@pytest.mark.parametrize("budget", [1000, 8 * MiB, 80 * MiB, 128 * MiB, 256 * MiB, 20_000 * MiB])
+@pytest.mark.parametrize("largest", [1, 20_000, 3 * MiB, 20 * MiB, 50 * MiB])  # words
+def test_the_budget_holds_wherever_a_matrix_fits(budget: int, largest: int) -> None:
+    room = divide(budget, [1, largest])
+    spent = room.lanes * (2 * max(room.words, largest) + room.cublas * CUBLAS_WORKSPACE)
+    if 2 * largest <= budget:
+        assert spent <= budget
+    assert 4 * room.cublas * room.lanes * CUBLAS_WORKSPACE <= budget
+    assert room.words >= largest or room == Room(1, budget // 2, False)
+
+
+@pytest.mark.parametrize(
+    ("budget", "largest", "room"),  # MiB and words by the 2**20
+    [
+        (256, 1, Room(2, 48 * MiB, True)),
+        (252, 1, Room(4, 63 * MiB // 2, False)),  # workspaces would be over a quarter
+        (64, 12, Room(2, 16 * MiB, False)),  # four lanes are too narrow
+        (256, 60, Room(2, 64 * MiB, False)),
+        (256, 100, Room(1, 112 * MiB, True)),
+        (100, 50, Room(1, 50 * MiB, False)),
+        (100, 51, Room(1, 50 * MiB, False)),  # exceeded by the one matrix
+    ],
+)
+def test_the_fastest_way_that_there_is_room_for(budget: int, largest: int, room: Room) -> None:
+    assert divide(budget * MiB, [1, largest * MiB]) == room
+
+
+def test_small_models_are_not_given_workspaces_larger_than_their_buffer() -> None:
+    assert not divide(81 * MiB, [2 * MiB]).cublas  # a quarter of gpt124
+    assert divide(928 * MiB, [40 * MiB]).cublas  # a quarter of llama1b
+
+
+@pytest.mark.parametrize("count", [1, 3, 12])
+def test_lanes_have_equal_shares_and_every_matrix_one_place(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "ROW_ELEMENTS", 16384)
+    with kernels(True):
+        shapes = [(128, 144)] * count + [(256, 128)] * (count // 2)
+        params = [parameter(*s, seed=i, dtype=torch.float32) for i, s in enumerate(shapes)]
+        for i, p in enumerate(params):
+            p.grad = noise(*p.shape, seed=i).float()
+        opt = AngularMuown(params, workspace=2.0)
+        opt.step()
+    assert opt._fused is not None
+    _, step, _ = opt._fused.steps[0]
+    assert step is not None
+    loads = [0.0] * step.room.lanes
+    seen: set[tuple[int, int]] = set()
+    for chunk in step.launch:
+        loads[chunk.lane] += chunk.count * chunk.batch.microseconds
+        seen |= {(chunk.batch.start, chunk.first + i) for i in range(chunk.count)}
+        room = step.lane * (step.room.lanes - chunk.lane)
+        assert chunk.work.numel() == room
+        assert chunk.count * chunk.batch.words <= step.lane
+    assert len(seen) == len(shapes)
+    largest = max(chunk.count * chunk.batch.microseconds for chunk in step.launch)
+    assert max(loads) - min(loads) <= largest
+    if count == 12:
+        assert max(loads) - min(loads) < 0.35 * sum(loads)

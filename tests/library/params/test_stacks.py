@@ -1,0 +1,176 @@
+"""Views and stacks: a cut loses nothing, and stacking changes nothing, bit for bit."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from angular_muown import engine
+from angular_muown.params import stacks as views
+from angular_muown.params.layout import Layout, block_sizes
+from tests.library.family import FAMILY, noise, parameter, pull, run
+
+LAYOUTS = [
+    (Layout(), (7, 5)),
+    (Layout(transposed=True), (7, 5)),
+    (Layout(blocks=3), (9, 4)),
+    (Layout(blocks=(4, 2, 2)), (8, 4)),
+    (Layout(column_blocks=2), (5, 6)),
+    (Layout(blocks=2, column_blocks=(1, 3)), (4, 4)),
+    (Layout("stack"), (3, 5, 4)),
+    (Layout("stack", blocks=2), (2, 3, 6, 4)),
+    (Layout("stack", transposed=True, blocks=2), (3, 5, 4)),
+    (Layout("conv"), (6, 2, 3, 3)),
+    (Layout("conv", blocks=2), (6, 2, 3)),
+]
+
+
+@pytest.mark.parametrize(("layout", "shape"), LAYOUTS, ids=str)
+def test_the_pieces_are_the_parameter(layout: Layout, shape) -> None:
+    """Writing through the pieces reaches every element once; state vectors are cut alike."""
+    X = torch.zeros(shape)
+    pieces = layout.cut(X)
+    for piece in pieces:
+        piece += 1
+    assert (X == 1).all()
+    assert sum(piece.numel() for piece in pieces) == X.numel()
+    for name in ("exp_avg", "column_gain", "matrix_norm"):
+        vector = torch.zeros(layout.vector_shape(X, name))
+        parts = layout.cut_vector(vector, name)
+        for part, (count, m, n) in zip(parts, (piece.shape for piece in pieces), strict=True):
+            entries = {"exp_avg": (m, 1), "column_gain": (1, n), "matrix_norm": (1, 1)}
+            assert part.shape == (count, *entries[name])
+            part += 1
+        assert (vector == 1).all()
+
+
+@given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6))
+def test_block_sizes(sizes) -> None:
+    assert block_sizes(sum(sizes), sizes) == sizes
+    assert block_sizes(3 * len(sizes), len(sizes)) == [3] * len(sizes)
+
+
+@pytest.mark.parametrize("optimizer", FAMILY)
+@pytest.mark.parametrize("orthogonalize", ["polar_express", "newton_schulz", "gram", "svd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_stacked_is_looped_bit_for_bit(optimizer, orthogonalize, dtype) -> None:
+    shapes = [(16, 24), (24, 16), (16, 24), (16, 24), (8, 40), (24, 16)]
+    together = [parameter(*shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes)]
+    alone = [nn.Parameter(p.detach().clone()) for p in together]
+    values = {"lr": 0.02, "orthogonalize": orthogonalize}
+    run(optimizer(together, **values), together, 12)
+    singles = [optimizer([p], **values) for p in alone]
+    for i, (opt, p) in enumerate(zip(singles, alone, strict=True)):
+        run(opt, [p], 12, gradient=lambda p, _, t, i=i: pull(p, i, t))
+    for p, q in zip(together, alone, strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("optimizer", FAMILY)
+def test_the_order_of_parameters_does_not_matter(optimizer) -> None:
+    shapes = [(16, 24), (24, 16), (16, 24), (9, 9)]
+    ends = []
+    for order in ([0, 1, 2, 3], [3, 2, 0, 1]):
+        params = [parameter(*shape, seed=i) for i, shape in enumerate(shapes)]
+        opt = optimizer([params[i] for i in order], lr=0.02)
+        run(opt, params, 8)
+        ends.append(params)
+    assert all(torch.equal(p, q) for p, q in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize("optimizer", FAMILY)
+def test_a_stack_is_its_matrices_one_by_one(optimizer) -> None:
+    stack = parameter(4, 6, 10)
+    alone = [nn.Parameter(X.clone()) for X in stack.detach()]
+    whole = optimizer([{"params": [stack], "view": "stack"}], lr=0.02)
+    split = optimizer(alone, lr=0.02)
+    for t in range(8):
+        stack.grad = noise(4, 6, 10, seed=t)
+        for p, G in zip(alone, stack.grad, strict=True):
+            p.grad = G.clone()
+        whole.step()
+        split.step()
+    assert torch.equal(stack, torch.stack(alone))
+
+
+@pytest.mark.parametrize("optimizer", FAMILY)
+@pytest.mark.parametrize("room", [1, 3 * 6 * 10])
+def test_a_step_takes_no_more_than_its_room_and_is_the_same_to_the_bit(
+    optimizer, room, monkeypatch
+) -> None:
+    ends, sizes = [], []
+    step = engine.update_alone
+
+    def spy(stack, *args) -> None:
+        sizes.append(sum(piece.W.numel() for piece in stack.pieces))
+        step(stack, *args)
+
+    for least in (room, 2**24):
+        monkeypatch.setattr(views, "LEAST_ROOM", least)
+        monkeypatch.setattr(engine, "update_alone", spy if least == room else step)
+        params = [parameter(6, 10, seed=i) for i in range(4)] + [parameter(5, 6, 10)]
+        groups = [{"params": params[:4]}, {"params": params[4:], "view": "stack"}]
+        opt = optimizer(groups, lr=0.02, workspace=1e-9)
+        for t in range(4):
+            for i, p in enumerate(params):
+                p.grad = noise(*p.shape, seed=10 * t + i)
+            opt.step()
+        ends.append(params)
+    assert all(torch.equal(p, q) for p, q in zip(*ends, strict=True))
+    wanted = {1: [60] * 9, 180: [180, 60, 180, 120]}[room]
+    assert sizes == 4 * wanted
+
+
+def test_the_room_grows_with_the_model(monkeypatch) -> None:
+    monkeypatch.setattr(views, "LEAST_ROOM", 1)
+    leaves = [views.Leaf(p, {"momentum_buffer": p}, Layout()) for p in (parameter(6, 8),) * 24]
+    for leaf in leaves:
+        leaf.parameter.grad = leaf.parameter.detach()
+        leaf.state["step"] = torch.tensor(1.0)
+    group = {"workspace": 1.0, "maximize": False, "write_back": "master"}
+    assert [len(stack.pieces) for stack in views.stacks(leaves, (), group)] == [2] * 12
+
+
+@pytest.mark.parametrize("optimizer", FAMILY)
+@pytest.mark.parametrize(
+    ("dtype", "write_back"), [(torch.float64, "stochastic"), (torch.bfloat16, "master")]
+)
+def test_memory_format_does_not_matter(optimizer, dtype, write_back) -> None:
+    """A channels_last convolution and a weight that is a transposed view are written in place."""
+    plain = parameter(6, 4, 3, 3, dtype=dtype)
+    last = nn.Parameter(plain.detach().clone(memory_format=torch.channels_last))
+    straight = parameter(5, 7, dtype=dtype)
+    turned = nn.Parameter(straight.detach().t().contiguous().t())
+    assert not last.is_contiguous()
+    assert not turned.is_contiguous()
+    for p, values in (
+        (plain, {"view": "conv"}),
+        (last, {"view": "conv"}),
+        (straight, {}),
+        (turned, {}),
+    ):
+        before = p.detach().clone()
+        run(optimizer([{"params": [p], **values}], lr=0.02, write_back=write_back), [p], 5)
+        assert not torch.equal(p, before)
+    close = {torch.float64: 1e-9, torch.bfloat16: 1e-2}[dtype]
+    torch.testing.assert_close(last, plain, rtol=close, atol=close)
+    torch.testing.assert_close(turned, straight, rtol=close, atol=close)
+    assert last.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("optimizer", FAMILY)
+def test_parameters_of_different_age_keep_their_own_bias_correction(optimizer) -> None:
+    a, b = parameter(6, 8), parameter(6, 8, seed=1)
+    late = nn.Parameter(b.detach().clone())
+    together = optimizer([a, b], lr=0.02)
+    run(together, [a], 4)
+    alone = optimizer([late], lr=0.02)
+    alone.param_groups[0]["step"] = 4  # kappa counts the group's steps
+    for t in range(4, 8):
+        a.grad = noise(6, 8, seed=t)
+        b.grad = noise(6, 8, seed=100 + t)
+        late.grad = b.grad.clone()
+        together.step()
+        alone.step()
+    assert torch.equal(b, late)

@@ -1,0 +1,344 @@
+"""The contract with torch.optim, over the whole family, with AdamW groups in the same object."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from angular_muown import AngularMuown, plan
+from angular_muown.engine import Engine
+from tests.library.family import FAMILY, noise, parameter, run
+from tests.library.models import BLOCKS, TinyLM, loss_of, tiny_lm
+
+
+def make(optimizer: type[Engine], **values) -> tuple[TinyLM, Engine]:
+    model = tiny_lm()
+    return model, optimizer(plan(model, blocks=BLOCKS), lr=values.pop("lr", 0.01), **values)
+
+
+def train(model: nn.Module, opt: Engine, steps: int, start: int = 0) -> float:
+    loss = torch.zeros(())
+    for t in range(start, start + steps):
+        opt.zero_grad()
+        loss = loss_of(model, seed=t)
+        loss.backward()
+        opt.step()
+    return loss.item()
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def assert_same(a: nn.Module, b: nn.Module) -> None:
+    for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+@pytest.mark.parametrize("optimizer", FAMILY)
+def test_it_learns(optimizer) -> None:
+    model, opt = make(optimizer)
+    before = loss_of(model).item()
+    train(model, opt, 60)
+    assert loss_of(model).item() < 0.5 * before
+
+
+@pytest.mark.parametrize("optimizer", FAMILY)
+def test_closure(optimizer) -> None:
+    (a, opt_a), (b, opt_b) = make(optimizer), make(optimizer)
+
+    def closure() -> torch.Tensor:
+        opt_a.zero_grad()
+        assert torch.is_grad_enabled()
+        loss = loss_of(a)
+        loss.backward()
+        return loss
+
+    loss = opt_a.step(closure)
+    assert loss.item() == train(b, opt_b, 1)
+    assert_same(a, b)
+
+
+@pytest.mark.parametrize("optimizer", FAMILY)
+def test_gradients_are_left_alone(optimizer) -> None:
+    model, opt = make(optimizer)
+    loss_of(model).backward()
+    kept = [p.grad.clone() for p in model.parameters()]
+    opt.step()
+    for p, grad in zip(model.parameters(), kept, strict=True):
+        assert torch.equal(p.grad, grad)
+
+
+@pytest.mark.parametrize("optimizer", FAMILY)
+def test_missing_gradients_move_nothing_of_their_parameter(optimizer) -> None:
+    model, opt = make(optimizer)
+    train(model, opt, 2)
+    frozen = model.layers[0].up.weight
+    state = {k: v.clone() for k, v in opt.state[frozen].items()}
+    before = frozen.detach().clone()
+    opt.zero_grad()
+    loss_of(model).backward()
+    frozen.grad = None
+    opt.step()
+    assert torch.equal(frozen, before)
+    for key, value in opt.state[frozen].items():
+        assert torch.equal(value, state[key]), key
+    matrices = next(g for g in opt.param_groups if any(p is frozen for p in g["params"]))
+    assert matrices["step"] == 3, "kappa counts the group's steps"
+
+
+@pytest.mark.parametrize("optimizer", FAMILY)
+def test_a_group_without_any_gradient_does_not_count_a_step(optimizer) -> None:
+    _, opt = make(optimizer)
+    opt.step()
+    assert [g["step"] for g in opt.param_groups] == [0] * len(opt.param_groups)
+    assert not opt.state
+
+
+@pytest.mark.parametrize("optimizer", FAMILY)
+@pytest.mark.parametrize("through", ["deepcopy", "pickle"])
+def test_copies_go_on_like_the_original(optimizer, through) -> None:
+    model, opt = make(optimizer)
+    train(model, opt, 3)
+    pair = (model, opt)
+    model2, opt2 = (
+        copy.deepcopy(pair) if through == "deepcopy" else pickle.loads(pickle.dumps(pair))
+    )
+    assert train(model, opt, 3, start=3) == train(model2, opt2, 3, start=3)
+    assert_same(model, model2)
+
+
+@pytest.mark.parametrize("optimizer", FAMILY)
+def test_add_param_group(optimizer) -> None:
+    a, b = parameter(6, 4), parameter(4, 6, seed=1)
+    opt = optimizer([a], lr=0.01)
+    run(opt, [a], 3)
+    opt.add_param_group({"params": [b], "lr": 0.5})
+    bias = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+    opt.add_param_group({"params": [bias], "algorithm": "adamw"})
+    run(opt, [a, b, bias], 3, start=3)
+    assert [g["step"] for g in opt.param_groups] == [6, 3, 3]
+    assert opt.param_groups[1]["lr"] == 0.5
+    assert bias.any()
+
+
+@pytest.mark.parametrize("optimizer", FAMILY)
+@pytest.mark.parametrize(
+    "lr", [torch.tensor(0.01), torch.tensor([0.01]), torch.tensor(0.01, dtype=torch.float64)]
+)
+def test_a_tensor_learning_rate_is_the_same_number(optimizer, lr) -> None:
+    (a, opt_a), (b, opt_b) = make(optimizer), make(optimizer, lr=lr)
+    train(a, opt_a, 3)
+    train(b, opt_b, 3)
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+SCHEDULERS = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda t: 0.9**t),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda t: 0.9),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 3], 0.5),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.5, 3),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.5, 1.0, 4),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 6),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 6),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.001, 0.01, 3, cycle_momentum=False),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.02, total_steps=8, cycle_momentum=True),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, 1, 2), lr_scheduler.ExponentialLR(o, 0.9)], [2]
+    ),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.LinearLR(o, 0.1, 1, 2), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("optimizer", FAMILY)
+def test_schedulers_drive_lr_and_leave_kappa_alone(optimizer, name) -> None:
+    model, opt = make(optimizer)
+    scheduler = SCHEDULERS[name](opt)
+    rates = set()
+    for t in range(6):
+        loss = train(model, opt, 1, start=t)
+        scheduler.step(*([loss + 10 * t] if name == "ReduceLROnPlateau" else []))
+        rates.add(round(opt.param_groups[0]["lr"], 9))
+    assert len(rates) > 1
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    if isinstance(opt, AngularMuown):
+        assert opt.kappa(opt.param_groups[0]) == pytest.approx(1 / 1.006)
+
+
+def test_every_scheduler_of_torch_is_covered_or_left_out_for_a_reason() -> None:
+    others = {"LRScheduler": "the base class", "SWALR": "belongs to torch.optim.swa_utils"}
+    assert set(lr_scheduler.__all__) == set(SCHEDULERS) | (set(others) & set(lr_scheduler.__all__))
+
+
+@pytest.mark.parametrize("optimizer", FAMILY)
+def test_grad_scaler_unscales_and_skips(optimizer) -> None:
+    (a, opt_a), (b, opt_b) = make(optimizer), make(optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(loss_of(a)).backward()
+    scaler.step(opt_a)
+    scaler.update()
+    train(b, opt_b, 1)
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+    before = weights(a)
+    opt_a.zero_grad()
+    scaler.scale(loss_of(a) * float("inf")).backward()
+    scaler.step(opt_a)
+    scaler.update()
+    assert [g["step"] for g in opt_a.param_groups] == [1] * len(opt_a.param_groups)
+    for p, old in zip(a.parameters(), before, strict=True):
+        assert torch.equal(p, old)
+
+
+@pytest.mark.parametrize("optimizer", FAMILY)
+def test_gradient_accumulation_is_the_sum(optimizer) -> None:
+    (a, opt_a), (b, opt_b) = make(optimizer), make(optimizer)
+    for seed in (0, 1):
+        (loss_of(a, seed) / 2).backward()
+    ((loss_of(b, 0) + loss_of(b, 1)) / 2).backward()
+    opt_a.step()
+    opt_b.step()
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("optimizer", FAMILY)
+def test_frozen_parameters_stay(optimizer) -> None:
+    model = tiny_lm()
+    model.layers[0].requires_grad_(False)
+    groups = plan(model, blocks={"layers.1.attn.qkv.weight": 3})
+    opt = optimizer(groups, lr=0.01)
+    before = [p.clone() for p in model.layers[0].parameters()]
+    train(model, opt, 2)
+    for p, old in zip(model.layers[0].parameters(), before, strict=True):
+        assert torch.equal(p, old)
+
+
+@pytest.mark.parametrize("optimizer", FAMILY)
+def test_weights_replaced_from_outside_are_the_next_starting_point(optimizer) -> None:
+    """No length is stored: the row keeps its new length up to one step of Adam."""
+    p = parameter(6, 8)
+    opt = optimizer([p], lr=0.01)
+    run(opt, [p], 5)
+    with torch.no_grad():
+        p.copy_(noise(6, 8, seed=77) * 20)
+    outside = p.detach().clone()
+    run(opt, [p], 1, start=5)
+    assert (p.detach() - outside).norm(dim=-1).max() < 0.1 * outside.norm(dim=-1).min()
+
+
+@pytest.mark.parametrize("optimizer", FAMILY)
+def test_hooks_and_zero_grad(optimizer) -> None:
+    model, opt = make(optimizer)
+    seen = []
+    opt.register_step_pre_hook(lambda *_: seen.append("before"))
+    opt.register_step_post_hook(lambda *_: seen.append("after"))
+    train(model, opt, 1)
+    assert seen == ["before", "after"]
+    opt.zero_grad(set_to_none=False)
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+    opt.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("optimizer", FAMILY)
+def test_parameters_swapped_inside_a_group_are_the_ones_that_move(optimizer) -> None:
+    """accelerate does this after construction."""
+    old, new = parameter(6, 4), parameter(6, 4, seed=5)
+    opt = optimizer([old], lr=0.01)
+    opt.param_groups[0]["params"] = [new]
+    before = new.detach().clone()
+    run(opt, [new], 1)
+    assert not torch.equal(new, before)
+
+
+@pytest.mark.parametrize("optimizer", FAMILY)
+def test_maximize_is_descent_on_the_negative(optimizer) -> None:
+    a, b = parameter(6, 4), parameter(6, 4)
+    up = optimizer([a], lr=0.01, maximize=True)
+    down = optimizer([b], lr=0.01)
+    run(up, [a], 5, gradient=lambda p, i, t: -noise(6, 4, seed=t))
+    run(down, [b], 5, gradient=lambda p, i, t: noise(6, 4, seed=t))
+    assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("optimizer", FAMILY)
+def test_plain_lists_and_named_lists_work(optimizer) -> None:
+    ends = []
+    for wrap in (lambda ps: ps, lambda ps: [(f"w{i}", p) for i, p in enumerate(ps)]):
+        params = [parameter(6, 4), parameter(4, 6, seed=1)]
+        opt = optimizer(wrap(params), lr=0.01)
+        run(opt, params, 3)
+        ends.append(params)
+    assert opt.param_groups[0]["param_names"] == ["w0", "w1"]
+    assert all(torch.equal(p, q) for p, q in zip(*ends, strict=True))
+
+
+# torch's tracer looks at .grad of non-leaf tensors and warns of it itself
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("optimizer", FAMILY)
+def test_a_compiled_training_step_gives_the_same_weights(optimizer) -> None:
+    (a, opt_a), (b, opt_b) = make(optimizer), make(optimizer)
+
+    @torch.compile(backend="aot_eager")
+    def step(seed_loss: torch.Tensor) -> torch.Tensor:
+        opt_a.zero_grad()
+        loss = loss_of(a) * seed_loss
+        loss.backward()
+        opt_a.step()
+        return loss
+
+    for t in range(4):
+        opt_a.param_groups[0]["lr"] = opt_b.param_groups[0]["lr"] = 0.01 / (t + 1)
+        step(torch.ones(()))
+        opt_b.zero_grad()
+        loss_of(b).backward()
+        opt_b.step()
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", FAMILY)
+def test_an_average_of_the_last_weights_is_torchs_own(optimizer) -> None:
+    """swa_utils.AveragedModel: training does not notice it, it is the exponential average of what
+    the steps left, and training goes on from it when it is copied back."""
+    (model, opt), (alone, opt_alone) = make(optimizer), make(optimizer)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+    wanted: list[torch.Tensor] = []
+    for t in range(6):
+        train(model, opt, 1, start=t)
+        average.update_parameters(model)
+        now = weights(model)
+        wanted = [0.8 * w + 0.2 * p for w, p in zip(wanted or now, now, strict=True)]
+    train(alone, opt_alone, 6)
+    assert_same(model, alone)
+    for p, w in zip(average.module.parameters(), wanted, strict=True):
+        torch.testing.assert_close(p, w, rtol=1e-5, atol=1e-6)
+    assert loss_of(average).isfinite()
+    model.load_state_dict(average.module.state_dict())
+    train(model, opt, 1, start=6)
+    for p, w in zip(model.parameters(), wanted, strict=True):
+        assert 0 < (p - w).norm() < 0.3 * w.norm() + 0.1
+
+
+def test_a_parameter_that_a_group_lists_twice_is_stepped() -> None:
+    """torch warns of it when the group is made, and goes on."""
+    weight = torch.nn.Parameter(torch.randn(8, 4))
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        optimizer = AngularMuown([{"params": [weight, weight]}], lr=0.02)
+    before = weight.detach().clone()
+    weight.grad = torch.randn(8, 4)
+    optimizer.step()
+    assert not torch.equal(weight, before)
