@@ -17,8 +17,9 @@ from angular_muown.distributed.assignment import GRAM_BYTES, GRAM_SUMS, Assignme
 
 ITERATIONS = 5  # of Polar Express and of the quintic
 # Bytes that a step moves in memory for an entry of a float32 matrix on its rank: tensors read and
-# written by the operations of `update.update`, counted one by one (tests/angular_lab/
-# test_rank_cost.py), then packing and unpacking: 4 to 2, 2 to 2; back 2 to 4, 4 to 4.
+# written by the operations of `update.update`, counted one by one in
+# tests/angular_lab/test_rank_cost.py; then packing and unpacking: 4 to 2, 2 to 2; back 2 to 4,
+# 4 to 4.
 ROW_BYTES = 208
 PACKING_BYTES = 24
 # For an entry at its owner: put together 4, stacked 4, to float32 6, largest entry 4, divided 8,

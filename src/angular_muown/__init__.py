@@ -1,5 +1,6 @@
 """AngularMuown and its family: Muon with the angle of every step made explicit."""
 
+from angular_muown.engine import Engine
 from angular_muown.monitor import AngleMonitor
 from angular_muown.optimizers import (
     AngularMuown,
@@ -12,11 +13,13 @@ from angular_muown.optimizers import (
 )
 from angular_muown.params.plan import Plan, plan
 from angular_muown.schedules import averaging, cosine, inverse_polynomial, wsd
+from angular_muown.update import Recipe
 
 __version__ = "0.1.0"
 __all__ = [
     "AngleMonitor",
     "AngularMuown",
+    "Engine",
     "Hyperball",
     "MagnitudeDirection",
     "Muon",
@@ -24,6 +27,7 @@ __all__ = [
     "NorMuon",
     "NorMuown",
     "Plan",
+    "Recipe",
     "averaging",
     "cosine",
     "inverse_polynomial",

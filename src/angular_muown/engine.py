@@ -57,7 +57,19 @@ def without_autocast(groups: Sequence[dict[str, Any]]) -> ExitStack:
 
 
 class Engine(torch.optim.Optimizer):
-    """Base of the family. A member gives defaults and `recipe(group)`, nothing else."""
+    """Base class of the family. A member has defaults and `recipe(group)`, nothing else:
+
+        class Turning(Engine):
+            def __init__(self, params, lr=0.02, **options):
+                super().__init__(params, {"lr": lr, **options})
+
+            def recipe(self, group):
+                return Recipe(Oblique(), polar_express, fan_ratio)
+
+    Args:
+        params: parameters, or groups of them, such as `plan(model)`.
+        defaults: values for what a group leaves out. `lr` has to be there.
+    """
 
     family: str = ""  # the member whose state this is; a subclass of a member keeps its parent's
     observers: tuple[Observer, ...] = ()  # set on an instance by AngleMonitor, never saved

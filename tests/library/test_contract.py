@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -9,8 +10,10 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from angular_muown import AngularMuown, plan
-from angular_muown.engine import Engine
+from angular_muown import AngularMuown, Engine, Recipe, plan
+from angular_muown.stages.charts import Oblique
+from angular_muown.stages.orthogonalize import svd
+from angular_muown.stages.scale import fan_ratio
 from tests.library.family import FAMILY, noise, parameter, run
 from tests.library.models import BLOCKS, TinyLM, loss_of, tiny_lm
 
@@ -342,3 +345,28 @@ def test_a_parameter_that_a_group_lists_twice_is_stepped() -> None:
     weight.grad = torch.randn(8, 4)
     optimizer.step()
     assert not torch.equal(weight, before)
+
+
+class Turning(Engine):
+    """A member of a user's own, with an option of its own: see docs/family.md."""
+
+    def __init__(self, params: Any, lr: float = 0.02, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, "angle": 1.0, **options})
+
+    def recipe(self, group: dict[str, Any]) -> Recipe:
+        return Recipe(Oblique(), svd, fan_ratio, kappa=group["angle"])
+
+
+def test_a_member_of_ones_own() -> None:
+    """It is AngularMuown with fixed lengths and a constant angle, state dicts included."""
+    mine, ours = (parameter(6, 4) for _ in range(2))
+    values = {"radius": "fixed", "decay_degree": 0.0, "orthogonalize": "svd"}
+    optimizers = [Turning([mine], angle=0.5), AngularMuown([ours], lr=0.01, **values)]
+    for optimizer, p in zip(optimizers, (mine, ours), strict=True):
+        run(optimizer, [p], 5)
+    torch.testing.assert_close(mine, ours, rtol=1e-12, atol=1e-14)
+    again = Turning([mine])
+    again.load_state_dict(optimizers[0].state_dict())
+    assert again.param_groups[0]["angle"] == 0.5
+    with pytest.raises(ValueError, match="saved by Turning, not by AngularMuown"):
+        optimizers[1].load_state_dict(again.state_dict())

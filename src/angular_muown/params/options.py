@@ -24,6 +24,14 @@ from angular_muown.stages.tangent import TANGENT
 Group = dict[str, Any]
 
 ENGINE_DEFAULTS: Group = {
+    "momentum": 0.95,
+    "nesterov": True,
+    "betas": (0.9, 0.95),
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "maximize": False,
+    "state_dtype": None,
+    "write_back": "stochastic",
     "algorithm": "matrix",
     "view": "matrix",
     "transposed": False,

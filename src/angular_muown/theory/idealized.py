@@ -45,7 +45,7 @@ def _one_of(known: Mapping[str, Any]) -> tuple[Callable[[Any], bool], str]:
     return (lambda x: x in tuple(known)), "one of " + ", ".join(map(repr, known))
 
 
-# What a group may hold. The library's own rules (params/options.py) are about one number for a group.
+# What a group may hold. The library's rules (params/options.py) are about one number for a group.
 RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "lr": (_within(0, float_info.max), "a finite number >= 0, or a tensor of them"),
     "momentum": (_within(0, 1), "a number in [0, 1], or a tensor of them"),
