@@ -63,6 +63,10 @@ def test_tables_and_figures_in_the_docs_are_the_reports(report: Path) -> None:
         assert figure.read_bytes() == (report / "figures" / figure.name).read_bytes(), AGAIN
 
 
+# Variants whose options the library no longer has.
+REMOVED = {"column-gains", "exact-angle", "row-second-moment", "tangent-momentum"}
+
+
 @pytest.mark.parametrize("name", SWEEPS)
 def test_the_command_goes_on_with_what_was_kept(
     report: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -76,7 +80,12 @@ def test_the_command_goes_on_with_what_was_kept(
     known = {entry.folder.name for entry in sweep.entries}
     done = {trunk_name(entry) for entry in kept if entry["status"] == "done"}
     assert done
-    assert done <= known
+    removed = {folder.partition("-lr")[0] for folder in done - known}
+    assert removed == (REMOVED if name == "leads" else set())
+    if removed:  # it is not rewritten without them
+        with pytest.raises(ValueError, match=f"{len(removed)} finished run"):
+            sweep.check()
+        return
     sweep.check()
     with pytest.raises(ValueError, match=rf"{len(done)} finished run.*: give --data {data}, or"):
         Sweep(experiment(name, "s"), root).check()

@@ -64,14 +64,14 @@ def test_lanes_have_equal_shares_and_every_matrix_one_place(
     assert step is not None
     loads = [0.0] * step.room.lanes
     seen: set[tuple[int, int]] = set()
-    for chunk in step.launch:
+    for chunk in step.chunks:
         loads[chunk.lane] += chunk.count * chunk.batch.microseconds
         seen |= {(chunk.batch.start, chunk.first + i) for i in range(chunk.count)}
         room = step.lane * (step.room.lanes - chunk.lane)
         assert chunk.work.numel() == room
         assert chunk.count * chunk.batch.words <= step.lane
     assert len(seen) == len(shapes)
-    largest = max(chunk.count * chunk.batch.microseconds for chunk in step.launch)
+    largest = max(chunk.count * chunk.batch.microseconds for chunk in step.chunks)
     assert max(loads) - min(loads) <= largest
     if count == 12:
         assert max(loads) - min(loads) < 0.35 * sum(loads)
