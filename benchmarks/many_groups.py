@@ -27,9 +27,9 @@ def matrices(shapes: list[tuple[int, int]]) -> list[nn.Parameter]:
     return params
 
 
-def optimizers(count: int, kinds: int) -> dict[str, Any]:
+def optimizers(count: int, kinds: int, least_side: int) -> dict[str, Any]:
     same = [(16, 24)] * count
-    side = range(8, 8 + int(kinds**0.5) + 1)
+    side = range(least_side, least_side + int(kinds**0.5) + 1)
     different = [(m, n) for m in side for n in side][:kinds]
     return {
         f"one group of {count}": AngularMuown(matrices(same)),
@@ -54,10 +54,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--shapes", type=int, default=930)
+    parser.add_argument("--least-side", type=int, default=8)
     parser.add_argument("--json", default="")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    found = optimizers(arguments.count, arguments.shapes)
+    found = optimizers(arguments.count, arguments.shapes, arguments.least_side)
     for optimizer in found.values():
         optimizer.step()  # makes the state
     times = {name: float("inf") for name in found}

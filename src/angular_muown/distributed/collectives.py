@@ -1,7 +1,7 @@
-"""Bytes between ranks, and what a rank does while it waits for them.
+"""Collectives, and how an error on one rank ends a step on all of them.
 
-A rank that fails leaves the others in a collective that nobody ends before its time limit. So it
-leaves a message in the job's store, and ranks that wait on the CPU look there every now and then.
+Without that, the others would wait in a collective until its time limit. A rank that fails leaves
+a message in the job's store, and ranks that wait on the CPU look there once a second.
 """
 
 from collections import Counter
