@@ -252,8 +252,9 @@ def failing_owner(name: str, deep: bool) -> list[bool]:
     return [torch.equal(p, b) for p, b in zip(params, before, strict=True)]
 
 
-@pytest.mark.parametrize("deep", [True, False])
-@pytest.mark.parametrize("name", ["rows", "columns", "hsdp"])
+@pytest.mark.parametrize(
+    ("name", "deep"), [("rows", True), ("rows", False), ("columns", True), ("hsdp", True)]
+)
 def test_an_error_on_one_rank_ends_the_step_on_all(name: str, deep: bool) -> None:
     began = time.monotonic()
     found = on_ranks(4, failing_owner, name, deep, patience=60)
@@ -317,8 +318,7 @@ def other_number(name: str | None, key: str, tensors: bool) -> list[bool]:
     return []
 
 
-@pytest.mark.parametrize("name", ["rows", None])
-@pytest.mark.parametrize("key", NUMBERS)
+@pytest.mark.parametrize(("key", "name"), [*((key, "rows") for key in NUMBERS), ("lr", None)])
 def test_ranks_with_other_numbers_are_told_which(key: str, name: str | None) -> None:
     for outcome in on_ranks(2, other_number, name, key, False):
         assert isinstance(outcome, RankError)
