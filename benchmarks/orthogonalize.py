@@ -72,7 +72,7 @@ def measure(count: int, m: int, n: int) -> dict[str, Any]:
     exact = polar_express(X[:2].double())
     short, long = min(m, n), max(m, n)
     operations = 5 * count * (3 * short**2 * long + short**3)
-    chosen = chain_for(m, n, POLAR_EXPRESS)
+    chosen = chain_for(m, n, polar_express)
     paths: dict[str, tuple[float, Tensor]] = {
         "plain": (milliseconds(lambda: polar_express(X)), polar_express(X).double())
     }

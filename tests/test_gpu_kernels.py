@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from angular_muown import AngleMonitor, AngularMuown, NorMuown, averaging
 from angular_muown.engine import Engine
-from angular_muown.kernels.pointers import PLACES, Mailbox
+from angular_muown.kernels.pointers import PLACES, PinnedRing
 from tests.library.family import FUSED
 
 pytestmark = [
@@ -236,7 +236,7 @@ def test_a_second_optimizer_compiles_nothing() -> None:
 
 def test_letters_arrive_in_order_while_the_device_is_far_behind() -> None:
     """Places are written again only when the device has read them."""
-    box = Mailbox(torch.zeros(64, device="cuda"))
+    box = PinnedRing(torch.zeros(64, device="cuda"))
     arrived = []
     for i in range(3 * PLACES):
         torch.cuda._sleep(1_000_000)  # about half a millisecond

@@ -61,7 +61,7 @@ def plan_ranks(
 def figures(optimizer: AngularMuown, grid: Grid, machine: Machine) -> Figures:
     exchanges = [_placed(found, grid) for found in optimizer.exchange_plan().assignments]
     plans = [exchange.plan for exchange in exchanges]
-    names = {job.name.rpartition("[")[0] for found in plans for job in found.jobs}
+    names = {task.name.rpartition("[")[0] for found in plans for task in found.tasks}
     held = _Held.of(optimizer, names)
     times = estimate(
         exchanges, polar_operations(held.alone), held.matrix, held.shared, held.adamw, machine

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from angular_lab.rank_machine import Machine, Team
-from angular_muown.distributed.assignment import GRAM_BYTES, GRAM_SUMS, Assignment, Job
+from angular_muown.distributed.assignment import GRAM_BYTES, GRAM_SUMS, Assignment, MatrixTask
 
 ITERATIONS = 5  # of Polar Express and of the quintic
 # Bytes that a step moves in memory for an entry of a float32 matrix on its rank: tensors read and
@@ -39,7 +39,7 @@ class Exchange:
         """Of the rank with the longest work; matrices by sums are worked on by all."""
         plan = self.plan
         longest = polar_operations(float(plan.loads.max())) if plan.owners else 0.0
-        summed = sum(_sum_operations(plan.jobs[i]) for i in plan.summed)
+        summed = sum(_sum_operations(plan.tasks[i]) for i in plan.summed)
         return (longest + summed) / (machine.tflops * 1e12)
 
     def wire(self, machine: Machine) -> float:
@@ -53,13 +53,13 @@ class Exchange:
             far = bytes_moved - near
             seconds = torch.maximum(near / machine.bandwidth, far / machine.internode) * 1e-9
             slowest = torch.maximum(slowest, seconds)
-        sums = sum(_sum_bytes(plan.jobs[i]) for i in plan.summed)
+        sums = sum(_sum_bytes(plan.tasks[i]) for i in plan.summed)
         rate = machine.bandwidth if near_owners == 1 else machine.internode
         return float((times + slowest).max()) + sums * 1e-9 / rate
 
     def _gathered(self) -> Tensor:
         plan = self.plan
-        rounds = [plan.gathered(jobs) for jobs in plan.rounds]
+        rounds = [plan.gathered(tasks) for tasks in plan.rounds]
         total = (plan.copies - 1) * sum(rounds, torch.zeros(plan.places, dtype=torch.float64))
         return total.repeat(plan.copies)
 
@@ -67,7 +67,7 @@ class Exchange:
         """Moved in memory by the rank that owns most entries."""
         entries = torch.zeros(self.plan.places * self.plan.copies, dtype=torch.float64)
         for i, owner in self.plan.owners.items():
-            entries[owner] += self.plan.jobs[i].m * self.plan.jobs[i].n
+            entries[owner] += self.plan.tasks[i].m * self.plan.tasks[i].n
         return OWNER_BYTES * float(entries.max())
 
     def overlapped(self, machine: Machine) -> float:
@@ -81,26 +81,26 @@ def polar_operations(cost: float) -> float:
     return ITERATIONS * 2 * cost
 
 
-def _sum_operations(job: Job) -> float:
+def _sum_operations(task: MatrixTask) -> float:
     """On the largest part: X X^T and P X at every start, four products of Gram matrices for an
     iteration."""
-    s, largest = min(job.m, job.n), max(part.size for part in job.parts)
+    s, largest = min(task.m, task.n), max(part.size for part in task.parts)
     return GRAM_SUMS * 4 * s * largest + ITERATIONS * 4 * 2 * s**3
 
 
-def _sum_bytes(job: Job) -> float:
+def _sum_bytes(task: MatrixTask) -> float:
     """A ring sends a float32 Gram matrix nearly twice for its sum."""
-    ranks = len(job.parts)
-    return GRAM_SUMS * 2 * (ranks - 1) / ranks * GRAM_BYTES * min(job.m, job.n) ** 2
+    ranks = len(task.parts)
+    return GRAM_SUMS * 2 * (ranks - 1) / ranks * GRAM_BYTES * min(task.m, task.n) ** 2
 
 
 def messages(plan: Assignment) -> Tensor:
     """That each rank sends in a step: parts to owners, parts back, a ring between copies. What is
     empty is not sent."""
     count = torch.zeros(plan.copies, plan.places, dtype=torch.float64)
-    for jobs in plan.rounds:
+    for tasks in plan.rounds:
         owned: dict[tuple[int, int], Tensor] = {}
-        for i in jobs:
+        for i in tasks:
             place, has_part = plan.place(i), plan.sizes(i) > 0
             owned[place] = owned[place] | has_part if place in owned else has_part
         for (copy, place), has_part in owned.items():

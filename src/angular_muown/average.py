@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from angular_muown.distributed.mesh import is_sharded, local
 from angular_muown.params.options import Group
-from angular_muown.params.rounding import healed
+from angular_muown.params.rounding import reconcile_master
 from angular_muown.schedules import averaging
 
 States = Mapping[Tensor, dict[str, Any]]
@@ -58,7 +58,7 @@ def _move(group: Group, known: States) -> None:
 
 def _weight(p: Tensor, state: dict[str, Any]) -> Tensor:
     p = local(p).detach()
-    return healed(local(state["master"]), p) if "master" in state else p
+    return reconcile_master(local(state["master"]), p) if "master" in state else p
 
 
 def _within(room: int, pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Pairs]:

@@ -20,30 +20,43 @@ from angular_muown.kernels.coverage import runs_on
 from angular_muown.params import options
 from angular_muown.params.layout import Layout
 from angular_muown.params.loading import load_checked
-from angular_muown.params.options import ENGINE_DEFAULTS, alike, plain_values, plainly, rates
-from angular_muown.params.stacks import Leaf, stacks
-from angular_muown.params.state import has_state, made_states, moves_nothing, picked
+from angular_muown.params.options import (
+    ENGINE_DEFAULTS,
+    alike,
+    normalize_group,
+    plain_values,
+    rates,
+)
+from angular_muown.params.stacks import OpenParameter, stacks
+from angular_muown.params.state import ensure_states, has_state, is_state_probe, states_of
 from angular_muown.update import Observer, Recipe, update_alone
 
 if TYPE_CHECKING:  # what takes time to import, and is imported where it is needed
     from angular_muown.distributed.assignment import ExchangePlan
-    from angular_muown.distributed.exchange import Work
-    from angular_muown.distributed.session import Exchanges
+    from angular_muown.distributed.exchange import SharedParameter
+    from angular_muown.distributed.session import ExchangeSession
     from angular_muown.kernels.fused import FusedGroups
-
-States = list[dict[str, Any]]
 
 
 @dataclass
 class Batch:
-    """Groups that differ in their parameters alone: one step moves all of them."""
+    """Groups that differ only in their parameters: one step moves all of them."""
 
     indices: list[int]
     group: dict[str, Any]  # the first of them, for the step's numbers
     recipe: Recipe | None  # None: AdamW
-    works: "list[Work]"
+    shared: "list[SharedParameter]"  # stepped together with other ranks
     params: list[Tensor] = field(default_factory=list)  # with a gradient, stepped by this rank
-    states: States = field(default_factory=list)
+    states: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
+class Tasks:
+    """Everything that a step will do."""
+
+    batches: list[Batch]
+    shared: "list[SharedParameter]"
+    counts: list[bool]  # for each group, True if its clock counts this step
 
 
 def without_autocast(groups: Sequence[dict[str, Any]]) -> ExitStack:
@@ -75,7 +88,7 @@ class Engine(torch.optim.Optimizer):
     observers: tuple[Observer, ...] = ()  # set on an instance by AngleMonitor, never saved
     # underscores: torch leaves attributes out of copies and pickles
     _fused: "FusedGroups | None" = None  # made at the first step on a GPU
-    _session: "Exchanges | None" = None  # made at the first step that ranks share
+    _session: "ExchangeSession | None" = None  # made at the first step that ranks share
     _checked: frozenset[Any] | set[Any] = frozenset()  # settings that the last step found valid
     process_group: Any = None
 
@@ -91,7 +104,7 @@ class Engine(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Checks everything before the group is added: an error leaves the optimizer as it was."""
         options.check_keys(param_group, self.defaults, type(self).__name__)
-        param_group = plainly(param_group, self.defaults, type(self))
+        param_group = normalize_group(param_group, self.defaults, type(self))
         param_group["params"] = options.listed(param_group["params"])
         group = {**self.defaults, **param_group}
         options.check_values(group)
@@ -125,46 +138,56 @@ class Engine(torch.optim.Optimizer):
 
     @_disable_dynamo
     def _advance(self) -> None:
-        """Check what can be checked, then move the weights, and the clocks last: so that an error
-        leaves everything as it was."""
-        with failing_together() if has_ranks() else nullcontext():
-            if self._move():
-                average.update(self.param_groups, self.state)
+        """Check everything that can be checked, move the weights, and advance the clocks last.
 
-    def _move(self) -> bool:
-        """The step itself; whether it was one."""
+        An error that a check finds leaves everything as it was.
+        """
+        with failing_together() if has_ranks() else nullcontext():
+            tasks = self._collect()
+            if tasks is None:
+                return
+            counters: list[Tensor] = []
+            for batch in tasks.batches:
+                if not batch.params:
+                    continue
+                if batch.recipe is None:
+                    adamw.update(batch.params, batch.states, batch.group)
+                else:
+                    rest = self._update_fused(batch, batch.recipe)
+                    counters += self._update_stacks(rest, batch, batch.recipe)
+            counters += self._update_shared(tasks.shared)
+            self._advance_clocks(counters, tasks.counts)
+
+    def _collect(self) -> Tasks | None:
+        """Check all groups, make missing state and find what to do; None for a state probe."""
         groups = self.param_groups
         if cuda_graph.is_recording():
             cuda_graph.check(groups, self.state)
         if self._session is not None:
-            watch(self._session.teams)
+            watch(self._session.ranks)
         sets = alike(groups)
         self._check_settings(sets)
         batches = [self._batch(indices) for _, indices in sets]
-        works = sorted((work for b in batches for work in b.works), key=lambda work: work.index)
-        if works:
-            self._exchanges.teams = [*dict.fromkeys(work.spread.everyone.ranks for work in works)]
-            watch(self._exchanges.teams)
+        shared = sorted((one for b in batches for one in b.shared), key=lambda one: one.index)
+        if shared:
+            self._exchange.ranks = [*dict.fromkeys(one.sharding.everyone.ranks for one in shared)]
+            watch(self._exchange.ranks)
         active = [options.with_gradient(group, i) for i, group in enumerate(groups)]
-        rehearsal = not self.state and moves_nothing(groups, active)
+        is_probe = not self.state and is_state_probe(groups, active)
         for batch in batches:
             self._open(batch, [p for i in batch.indices for p in active[i]])
-        if rehearsal:
-            return False
-        counting = self._counting(active, works)
-        if works:
-            self._exchanges.check(works, groups, observed=bool(self.observers))
-        counters = [c for batch in batches for c in self._advance_batch(batch)]
-        counters += self._advance_shared(works)
-        if counters:
-            torch._foreach_add_(counters, 1)
-        for group, counts in zip(groups, counting, strict=True):
-            group["step"] += counts
-        return any(counting)
+        if is_probe:
+            return None
+        counts = self._groups_that_count(active, shared)
+        if shared:
+            self._exchange.check(shared, groups, observed=bool(self.observers))
+        return Tasks(batches, shared, counts)
 
     def _check_settings(self, sets: list[tuple[Any, list[int]]]) -> None:
-        """Users and schedulers write into groups. What a step reads is looked at in every step,
-        the rest where it has changed."""
+        """Check the groups' values, which users and schedulers may have changed.
+
+        Clocks and learning rates are checked at every step, the rest only after a change.
+        """
         for i, group in enumerate(self.param_groups):
             options.check_clock(group, i)
         for settings, indices in sets:
@@ -173,93 +196,63 @@ class Engine(torch.optim.Optimizer):
                     options.check_group(self.param_groups[i], i)
         self._checked = {settings for settings, _ in sets}
 
-    def _batch(self, indices: list[int]) -> "Batch":
-        """Groups that are stepped as one, with their parameters whose step ranks share."""
+    def _batch(self, indices: list[int]) -> Batch:
         group = self.param_groups[indices[0]]
         recipe = self.recipe(group) if group["algorithm"] == "matrix" else None
-        works = [work for i in indices for work in self._shared(i, recipe)] if recipe else []
-        return Batch(indices, group, recipe, works)
+        shared = [one for i in indices for one in self._shared(i, recipe)] if recipe else []
+        return Batch(indices, group, recipe, shared)
 
-    def _counting(self, active: list[list[Tensor]], works: "Sequence[Work]") -> list[bool]:
-        """Groups whose clock counts this step: those with a gradient on any rank. Where ranks share
-        work they have gradients for the same parameters; where each has experts of its own, some
-        may have got no tokens."""
+    def _shared(self, index: int, recipe: Recipe) -> "list[SharedParameter]":
+        """Return the group's parameters whose step is shared with other ranks."""
+        if not has_ranks():
+            return []
+        return self._exchange.shared(self.param_groups[index], index, recipe, self.process_group)
+
+    @property
+    def _exchange(self) -> "ExchangeSession":
+        if self._session is None:
+            from angular_muown.distributed.session import ExchangeSession
+
+            self._session = ExchangeSession()
+        return self._session
+
+    def _open(self, batch: Batch, params: list[Tensor]) -> None:
+        """Make missing state, and select what this rank steps by itself."""
+        with_state = params
+        if has_ranks():
+            shared = {one.parameter for one in batch.shared}
+            params = [p for p in params if p not in shared]
+            owned = (p for i in batch.indices for p in self.param_groups[i]["params"])
+            with_state = [p for p in owned if p in shared or has_state(p)]
+        states = ensure_states(self.state, with_state, batch.group, batch.recipe)
+        options.check_fit({i: self.param_groups[i] for i in batch.indices}, with_state, states)
+        batch.params, batch.states = params, states_of(states, with_state, params)
+
+    def _groups_that_count(
+        self, active: list[list[Tensor]], shared: "Sequence[SharedParameter]"
+    ) -> list[bool]:
+        """For each group, True if any rank has a gradient in it.
+
+        Ranks that share a parameter's step have gradients for the same parameters. Ranks that have
+        experts of their own may not: some may have received no tokens.
+        """
         own = [bool(params) for params in active]
-        if not has_ranks() or cuda_graph.is_recording():  # which wants a gradient for everything
+        # A recorded step requires a gradient for every parameter.
+        if not has_ranks() or cuda_graph.is_recording():
             return own
-        matrices = (
-            group["params"] for group in self.param_groups if group["algorithm"] == "matrix"
-        )
-        elsewhere = {work.parameter for work in works}
+        matrices = (g["params"] for g in self.param_groups if g["algorithm"] == "matrix")
+        elsewhere = {one.parameter for one in shared}
         experts = [p for params in matrices for p in params if is_sharded(p) and p not in elsewhere]
         if not experts:
             return own
-        from angular_muown.distributed.reductions import somewhere
+        from angular_muown.distributed.reductions import any_rank
 
         meshes = dict.fromkeys(p.device_mesh for p in experts)
         watch(tuple(mesh.mesh.flatten().tolist()) for mesh in meshes)
-        return somewhere(own, experts)
+        return any_rank(own, experts)
 
-    def _open(self, batch: "Batch", params: list[Tensor]) -> None:
-        """Make the state that is missing, and take what this rank steps alone."""
-        taking = params
-        if has_ranks():
-            elsewhere = {work.parameter for work in batch.works}
-            params = [p for p in params if p not in elsewhere]
-            owned = (p for i in batch.indices for p in self.param_groups[i]["params"])
-            taking = [p for p in owned if p in elsewhere or has_state(p)]
-        states = made_states(self.state, taking, batch.group, batch.recipe)
-        options.check_fit({i: self.param_groups[i] for i in batch.indices}, taking, states)
-        batch.params, batch.states = params, picked(states, taking, params)
-
-    def _advance_batch(self, batch: "Batch") -> list[Tensor]:
-        """Step what this rank steps alone; return the counters that are to be advanced."""
-        if not batch.params:
-            return []
-        if batch.recipe is None:
-            adamw.update(batch.params, batch.states, batch.group)
-            return []
-        return self._advance_matrices(batch, batch.recipe)
-
-    def _shared(self, index: int, recipe: Recipe) -> "list[Work]":
-        """The group's parameters whose step is shared with other ranks."""
-        if not has_ranks():
-            return []
-        return self._exchanges.works(self.param_groups[index], index, recipe, self.process_group)
-
-    @property
-    def _exchanges(self) -> "Exchanges":
-        if self._session is None:
-            from angular_muown.distributed.session import Exchanges
-
-            self._session = Exchanges()
-        return self._session
-
-    def _advance_matrices(self, batch: "Batch", recipe: Recipe) -> list[Tensor]:
-        layout = Layout.of(batch.group)
-        rest = self._advance_fused(batch, recipe)
-        known = dict(zip(map(id, batch.params), batch.states, strict=True)) if rest else {}
-        leaves = [Leaf(p, known[id(p)], layout) for p in rest]
-        for stack in stacks(leaves, recipe.rows, batch.group):
-            update_alone(stack, recipe, batch.group, self.observers)
-        for leaf in leaves:
-            leaf.close()
-        return [leaf.state["step"] for leaf in leaves]
-
-    def _advance_shared(self, works: "list[Work]") -> list[Tensor]:
-        if not works:
-            return []
-        if cuda_graph.is_recording():
-            raise RuntimeError("a step that exchanges matrices between ranks cannot be recorded")
-        for work in works:
-            work.opened = Leaf(work.parameter, self.state[work.parameter], work.layout, work.spread)
-        self._exchanges.run(works, self.observers)
-        for work in works:
-            work.leaf.close()
-        return [work.leaf.state["step"] for work in works if work.parameter.grad is not None]
-
-    def _advance_fused(self, batch: "Batch", recipe: Recipe) -> list[Tensor]:
-        """Step by kernels what they cover, and return the rest."""
+    def _update_fused(self, batch: Batch, recipe: Recipe) -> list[Tensor]:
+        """Step what the kernels cover, and return the rest."""
         if not runs_on(batch.params[0].device):
             return batch.params
         if self._fused is None:
@@ -270,6 +263,41 @@ class Engine(torch.optim.Optimizer):
         return self._fused.advance(
             batch.indices[0], batch.params, batch.states, batch.group, recipe, both, self.observers
         )
+
+    def _update_stacks(self, params: list[Tensor], batch: Batch, recipe: Recipe) -> list[Tensor]:
+        """Step parameters eagerly; return their counters."""
+        if not params:
+            return []
+        layout = Layout.of(batch.group)
+        states = states_of(batch.states, batch.params, params)
+        opened = [OpenParameter(p, s, layout) for p, s in zip(params, states, strict=True)]
+        for stack in stacks(opened, recipe.state_names, batch.group):
+            update_alone(stack, recipe, batch.group, self.observers)
+        for one in opened:
+            one.close()
+        return [one.state["step"] for one in opened]
+
+    def _update_shared(self, shared: "list[SharedParameter]") -> list[Tensor]:
+        """Step parameters together with other ranks; return their counters."""
+        if not shared:
+            return []
+        if cuda_graph.is_recording():
+            raise RuntimeError("a step that exchanges matrices between ranks cannot be recorded")
+        for one in shared:
+            one.open(self.state[one.parameter])
+        self._exchange.update(shared, self.observers)
+        for one in shared:
+            one.opened.close()
+        return [one.opened.state["step"] for one in shared if one.parameter.grad is not None]
+
+    def _advance_clocks(self, counters: list[Tensor], counts: list[bool]) -> None:
+        """Advance Adam's counters, the groups' steps and the averages, once, after all updates."""
+        if counters:
+            torch._foreach_add_(counters, 1)
+        for group, counted in zip(self.param_groups, counts, strict=True):
+            group["step"] += counted
+        if any(counts):
+            average.update(self.param_groups, self.state)
 
     def averaged(self, model: torch.nn.Module | None = None) -> AbstractContextManager[None]:
         """Inside, the parameters hold their averages; then the weights are back, to the bit. Where
@@ -306,7 +334,7 @@ class Engine(torch.optim.Optimizer):
         from angular_muown.distributed.session import plan_of
 
         groups = [(i, g) for i, g in enumerate(self.param_groups) if g["algorithm"] == "matrix"]
-        return plan_of([work for i, g in groups for work in self._shared(i, self.recipe(g))])
+        return plan_of([one for i, g in groups for one in self._shared(i, self.recipe(g))])
 
     def release(self) -> None:
         """Free work buffers, recorded launches and plans; the next step makes new ones."""

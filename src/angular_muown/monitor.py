@@ -26,7 +26,7 @@ from angular_muown.stages.charts import chord_angle, nonzero, normalize_rows
 from angular_muown.stages.reductions import frobenius, row_norm
 
 if TYPE_CHECKING:
-    from angular_muown.distributed.mesh import Team
+    from angular_muown.distributed.mesh import RankGroup
 
 OBSERVED = ("radial_mean", "orthogonality_error")
 
@@ -179,25 +179,25 @@ class AngleMonitor:
             norms = torch.cat([row_norm(X).flatten() for X in after])
             self._record(name, self._turned(name, after), norms)
 
-    def _teams(self, p: Tensor) -> "Sequence[Team]":
+    def _teams(self, p: Tensor) -> "Sequence[RankGroup]":
         """Ranks that see other matrices of p than we do."""
         if not isinstance(self.optimizer, Engine) or not has_ranks():
             return ()
-        from angular_muown.distributed.session import teams_of
+        from angular_muown.distributed.session import rank_groups_of
 
-        return teams_of(p, self.optimizer.process_group)
+        return rank_groups_of(p, self.optimizer.process_group)
 
     def _add_observed(self, name: str, p: Tensor) -> None:
-        teams, seen = self._teams(p), self._observed.get(name, {})
-        if not seen and not (teams and p.grad is not None):
+        rank_groups, seen = self._teams(p), self._observed.get(name, {})
+        if not seen and not (rank_groups and p.grad is not None):
             return
         sums = [torch.as_tensor(seen.get(key, 0.0)) for key in ("rows", *OBSERVED)]
         device = local(p).device
         together = torch.stack([x.double().to(device) for x in sums])
-        if teams:
-            from angular_muown.distributed.reductions import total
+        if rank_groups:
+            from angular_muown.distributed.reductions import sum_over
 
-            together = total(together, teams)
+            together = sum_over(together, rank_groups)
         count, *found = together.unbind()
         self._measured[name].update(
             {key: x / nonzero(count) for key, x in zip(OBSERVED, found, strict=True)}

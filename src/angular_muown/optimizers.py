@@ -47,7 +47,7 @@ from angular_muown.stages.normalize import UnitNorm
 from angular_muown.stages.radius import Gains
 from angular_muown.stages.scale import none
 from angular_muown.stages.tangent import TANGENT, Constrained, Free
-from angular_muown.update import Recipe, polar_of, radius_of, rows_of, scale_of
+from angular_muown.update import Recipe, normalize_of, polar_of, radius_of, scale_of
 
 
 class AngularMuown(Engine):
@@ -197,7 +197,7 @@ class NorMuown(Engine):
         super().__init__(params, arguments(locals()))
 
     def recipe(self, group: Group) -> Recipe:
-        stages = (polar_of(group), scale_of(group), rows_of(group), radius_of(group))
+        stages = (polar_of(group), scale_of(group), normalize_of(group), radius_of(group))
         return Recipe(WeightNorm(), *stages)
 
 
@@ -279,7 +279,7 @@ class NorMuon(Engine):
         super().__init__(params, arguments(locals()))
 
     def recipe(self, group: Group) -> Recipe:
-        return Recipe(Flat(), polar_of(group), scale_of(group), rows_of(group))
+        return Recipe(Flat(), polar_of(group), scale_of(group), normalize_of(group))
 
 
 # Rivals that came out beside the paper, each one more chart; `optimizers` explains the letters and

@@ -1,101 +1,119 @@
-"""The family's equation, and what its stages must offer: a recipe has one field per arrow.
+"""The family's equation, and what a stage must provide. A recipe has one field per stage.
 
-Recipes are made from a param group's plain values at every step (`recipe(group)`), never stored:
-a function in a group would break `torch.load(weights_only=True)`.
+Recipes are built from a group's plain values at every step (`recipe(group)`) and never stored: a
+function in a group would break `torch.load(weights_only=True)`.
 """
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from angular_muown.params.options import rates
 from angular_muown.params.stacks import Stack
-from angular_muown.stages.charts import Rows, Split, row_signs, surely_none
+from angular_muown.stages.charts import Split, row_signs, surely_none
+from angular_muown.stages.context import Context
 from angular_muown.stages.momentum import heavy_ball
 from angular_muown.stages.normalize import AsIs, RowSecondMoment
-from angular_muown.stages.orthogonalize import ORTHOGONALIZERS, polar_express
+from angular_muown.stages.orthogonalize import ORTHOGONALIZERS, Orthogonalizer, polar_express
 from angular_muown.stages.radius import RADII, Adam, Fixed, LogAdam
-from angular_muown.stages.reductions import WHOLE, Whole
 from angular_muown.stages.scale import SCALES
-from angular_muown.stages.tangent import TANGENT, Free, Polar
+from angular_muown.stages.tangent import TANGENT, Free
 
-# Parameters with their number of matrices; U before the step and Q, (count, m, n), of all of them;
-# the radians that rows turned by, (count, m). None instead of these: W is still to be written.
+# Called with (parameter, number of matrices) pairs; U before the step and Q, (count, m, n), of all
+# of them; and the radians by which rows turned, (count, m), or None if W is not written yet.
 Observer = Callable[[Sequence[tuple[Tensor, int]], Tensor, Tensor, Tensor | None], None]
 
-# A step up to its pause, where it gives X and U and wants Q.
+# An update paused at the polar factor: it yields X and U, and is sent Q.
 Equation = Generator[tuple[Tensor, Tensor], Tensor, None]
 
 
 class Stage(Protocol):
-    """`rows` names the vectors that a stage keeps between steps; they start at zero. A name says
-    what the vector has entries for: rows, or else columns or matrices (see `layout.spans`)."""
+    """`state_names` are the vectors that a stage keeps between steps; they start at zero.
+
+    A name says what its vector has entries for: rows, columns or matrices (`layout.vector_axes`).
+    """
 
     @property
-    def rows(self) -> tuple[str, ...]: ...
-
-    def over(self, sums: Whole) -> Self: ...
+    def state_names(self) -> tuple[str, ...]: ...
 
 
 class Chart(Stage, Protocol):
-    def split(self, W: Tensor, G: Tensor, rows: Rows) -> Split: ...
-    def join(self, at: Split, step: Tensor, g: Tensor, rows: Rows) -> Tensor: ...
+    """Read a weight and its gradient as directions and lengths; write the moved ones back."""
+
+    def split(self, W: Tensor, G: Tensor, context: Context) -> Split: ...
+    def join(self, at: Split, step: Tensor, g: Tensor, context: Context) -> Tensor: ...
 
 
 class Tangent(Stage, Protocol):
-    """`send` and `receive` see the parts of matrices that are here, the call in between whole ones,
-    wherever that is: what it shall know and tell of the rows travels in X and in Q."""
+    """Relate the polar factor to the tangent space at U.
 
-    def send(self, X: Tensor, U: Tensor, rows: Rows) -> Tensor: ...
-    def __call__(self, polar: Polar, X: Tensor, U: Tensor) -> Tensor: ...
-    def receive(self, Q: Tensor, U: Tensor, rows: Rows) -> Tensor: ...
+    `send` and `receive` see this rank's parts of matrices. The call in between sees whole matrices,
+    perhaps on another rank. What it must know and report about rows travels in X and Q.
+    """
+
+    @property
+    def needs_directions(self) -> bool:
+        """True if the call uses U; otherwise U does not travel between ranks."""
+        ...
+
+    def send(self, X: Tensor, U: Tensor, context: Context) -> Tensor: ...
+    def __call__(self, polar: Orthogonalizer, X: Tensor, U: Tensor) -> Tensor: ...
+    def receive(self, Q: Tensor, U: Tensor, context: Context) -> Tensor: ...
 
 
 class Normalize(Stage, Protocol):
-    def __call__(self, Q: Tensor, U: Tensor, rows: Rows) -> Tensor: ...
+    def __call__(self, Q: Tensor, context: Context) -> Tensor: ...
 
 
 class Radius(Stage, Protocol):
+    """Move the lengths g along their gradient r."""
+
     @property
-    def signed(self) -> bool: ...
-    def __call__(
-        self, g: Tensor, r: Tensor, rows: Rows, lr: float | Tensor, t: float | Tensor
-    ) -> Tensor: ...
+    def signed(self) -> bool:
+        """True if a length may cross zero."""
+        ...
+
+    def __call__(self, g: Tensor, r: Tensor, context: Context) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class Recipe:
+    """The stages of one optimizer, at one step.
+
+    Args:
+        chart: how a weight is read as directions and lengths.
+        orthogonalize: maps X to its polar factor.
+        scale: s(m, n), the factor that makes one learning rate fit every shape.
+        normalize: what happens to the polar factor before it becomes a step.
+        radius: how lengths follow their gradient.
+        kappa: the angular multiplier at this step.
+        tangent: how the polar factor respects the tangent space.
+    """
+
     chart: Chart
-    orthogonalize: Polar
+    orthogonalize: Orthogonalizer
     scale: Callable[[int, int], float]
     normalize: Normalize = field(default_factory=AsIs)
     radius: Radius = field(default_factory=Fixed)
-    kappa: float | Tensor = 1.0  # the angular multiplier at this step
+    kappa: float | Tensor = 1.0
     tangent: Tangent = field(default_factory=Free)
 
-    def over(self, sums: Whole) -> "Recipe":
-        """The same, for matrices whose sums are taken by `sums`."""
-        if sums is WHOLE:
-            return self
-        names = ("chart", "tangent", "normalize", "radius")
-        return replace(self, **{name: getattr(self, name).over(sums) for name in names})
-
     @property
-    def rows(self) -> tuple[str, ...]:
+    def state_names(self) -> tuple[str, ...]:
         stages = (self.chart, self.tangent, self.normalize, self.radius)
-        return tuple(name for stage in stages for name in stage.rows)
+        return tuple(name for stage in stages for name in stage.state_names)
 
 
-def finish(equation: Equation, Q: Tensor) -> None:
-    """Give a step what it waits for; it ends."""
+def resume(equation: Equation, Q: Tensor) -> None:
+    """Resume a paused update with its polar factor and run it to completion."""
     with suppress(StopIteration):
         equation.send(Q)
 
 
-def polar_of(group: dict[str, Any]) -> Polar:
+def polar_of(group: dict[str, Any]) -> Orthogonalizer:
     name = group["orthogonalize"]
     return polar_express if name == TANGENT else ORTHOGONALIZERS[name]
 
@@ -108,40 +126,42 @@ def radius_of(group: dict[str, Any]) -> Adam | LogAdam | Fixed:
     return RADII[group["radius"]](group["betas"], group["eps"])
 
 
-def rows_of(group: dict[str, Any]) -> Normalize:
+def normalize_of(group: dict[str, Any]) -> Normalize:
     return AsIs() if group["row_beta"] is None else RowSecondMoment(group["row_beta"])
 
 
 def update(stack: Stack, recipe: Recipe, group: dict[str, Any]) -> Equation:
-    """One step of every matrix of a stack: the family's equation, top to bottom.
+    """Take one step of every matrix in a stack: the family's equation, top to bottom.
 
-    It pauses at the only place where matrices must be whole: where they lie over ranks, each rank
-    computes its part of all the rest.
+    It pauses where it needs whole matrices. If they are sharded, each rank computes its part of
+    everything else.
     """
-    recipe = recipe.over(stack.sums)
-    (lr, radius_lr), rows = rates(group, stack.compute), stack.gather_rows()
-    at = recipe.chart.split(stack.gather_W(), stack.gather_G(), rows)
+    lr, radius_lr = rates(group, stack.compute)
+    state = stack.gather_state()
+    context = Context(state, stack.reductions, lr, radius_lr, stack.t)
+    at = recipe.chart.split(stack.gather_W(), stack.gather_G(), context)
     M, X = heavy_ball(stack.gather_M(), at.T, group["momentum"], group["nesterov"])
-    Q = yield recipe.tangent.send(X, at.U, rows), at.U  # the polar factor of X
-    Q = recipe.tangent.receive(Q, at.U, rows)
-    Q = recipe.normalize(Q, at.U, rows)
+    Q = yield recipe.tangent.send(X, at.U, context), at.U  # the polar factor of X
+    Q = recipe.tangent.receive(Q, at.U, context)
+    Q = recipe.normalize(Q, context)
     # Decoupled decay, W <- (1 - lr weight_decay) W: since W = g U, it shrinks through g alone.
     g = at.g * (1 - lr * group["weight_decay"]) if group["weight_decay"] else at.g
-    g = recipe.radius(g, at.r, rows, radius_lr, stack.t)
-    W = recipe.chart.join(at, -lr * recipe.kappa * recipe.scale(*stack.shape) * Q, g, rows)
+    g = recipe.radius(g, at.r, context)
+    W = recipe.chart.join(at, -lr * recipe.kappa * recipe.scale(*stack.shape) * Q, g, context)
     if recipe.radius.signed and not surely_none(g < 0):
-        signs = row_signs(g)  # rows whose length crossed zero turn round, with all along them
-        M, rows["exp_avg"] = M * signs, rows["exp_avg"] * signs
-    stack.write(W, M, rows)
+        # A row whose length crossed zero turns around, and so does what is stored along it.
+        signs = row_signs(g)
+        M, state["exp_avg"] = M * signs, state["exp_avg"] * signs
+    stack.write(W, M, state)
 
 
 def update_alone(
     stack: Stack, recipe: Recipe, group: dict[str, Any], observers: Sequence[Observer] = ()
 ) -> None:
-    """The step of matrices that are all here."""
+    """Take a step of matrices that are entirely on this rank."""
     equation = update(stack, recipe, group)
     X, U = next(equation)
     Q = recipe.tangent(recipe.orthogonalize, X, U)
     for observe in observers:
-        observe(stack.parts, U, recipe.tangent.receive(Q, U, {}), None)
-    finish(equation, Q)
+        observe(stack.counts_by_parameter, U, recipe.tangent.receive(Q, U, Context({})), None)
+    resume(equation, Q)

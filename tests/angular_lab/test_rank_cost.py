@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves
 from angular_lab.rank_cost import ROW_BYTES, Exchange, estimate, messages, polar_operations
 from angular_lab.rank_machine import Machine, Team
 from angular_muown import AngularMuown
-from angular_muown.distributed.assignment import Assignment, Job
-from angular_muown.params.layout import Window
+from angular_muown.distributed.assignment import Assignment, MatrixTask
+from angular_muown.params.layout import Slice2D
 from angular_muown.stages import orthogonalize, reductions
 
 
@@ -49,10 +49,10 @@ def _plan(shapes, places, copies=1, budget=1 << 40) -> Assignment:
     def parts(m, n):
         each = -(-m // places)
         rows = [(min(m, i * each), min(m, (i + 1) * each)) for i in range(places)]
-        return tuple(Window(r, (0, n), m, n) for r in rows)
+        return tuple(Slice2D(r, (0, n), m, n) for r in rows)
 
-    jobs = tuple(Job(f"w{i}", m, n, parts(m, n), 2) for i, (m, n) in enumerate(shapes))
-    return Assignment(jobs, places, copies, budget)
+    tasks = tuple(MatrixTask(f"w{i}", m, n, parts(m, n), 2) for i, (m, n) in enumerate(shapes))
+    return Assignment(tasks, places, copies, budget)
 
 
 def _exchange(plan: Assignment) -> Exchange:
@@ -68,8 +68,8 @@ def test_products_are_the_operations_of_five_iterations() -> None:
 
     with FlopCounterMode(display=False) as counter:
         orthogonalize.polar_express(torch.randn(48, 80))
-    (job,) = _plan([(48, 80)], 2).jobs
-    assert counter.get_total_flops() == polar_operations(job.cost)
+    (task,) = _plan([(48, 80)], 2).tasks
+    assert counter.get_total_flops() == polar_operations(task.cost)
 
 
 def test_the_rank_with_most_to_do_counts() -> None:
@@ -123,7 +123,7 @@ def test_an_overlap_hides_the_shorter_but_for_a_round() -> None:
 
 def test_the_gram_way_divides_the_products() -> None:
     """A tall matrix whose rows are spread: every rank works on its part, nothing has an owner."""
-    tall = replace(_plan([(4096, 16)], 2).jobs[0], may_sum=True)
+    tall = replace(_plan([(4096, 16)], 2).tasks[0], may_sum=True)
     plan = Assignment((tall,), 2, 1, 1 << 40)
     assert plan.summed == [0]
     moved = _exchange(_plan([(4096, 16)], 2))

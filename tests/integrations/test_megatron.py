@@ -384,10 +384,10 @@ def test_a_row_vector_has_a_place_of_its_own_in_a_checkpoint(megatron: Any, axis
         assert momentum.global_shape == weight.global_shape
         with pytest.raises(AssertionError, match="does not match model shape"):
             made(weight, torch.ones(3, 1), "state.exp_avg")
-    spread = axis == 0
-    assert [v.global_shape for v in vectors] == [(8, 1) if spread else (4, 1)] * 2
-    assert [v.global_offset for v in vectors] == ([(0, 0), (4, 0)] if spread else [(0, 0)] * 2)
-    assert [is_main_replica(v.replica_id) for v in vectors] == [True, spread]
+    sharding = axis == 0
+    assert [v.global_shape for v in vectors] == [(8, 1) if sharding else (4, 1)] * 2
+    assert [v.global_offset for v in vectors] == ([(0, 0), (4, 0)] if sharding else [(0, 0)] * 2)
+    assert [is_main_replica(v.replica_id) for v in vectors] == [True, sharding]
 
 
 def test_what_needs_flat_or_scaled_gradients_is_refused(megatron: Any) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from angular_muown import AngularMuown, Muown, NorMuown
 from angular_muown.engine import Engine
 from angular_muown.stages.orthogonalize import svd
-from angular_muown.stages.reductions import WHOLE, row_norm
+from angular_muown.stages.reductions import LOCAL, row_norm
 from tests.library.family import MEMBERS, ON_SPHERES, noise, parameter
 
 SIZES = [1e-30, 1e-22, 1e-15, 1.0, 1e15, 4e18, 1e25, 1e37]
@@ -34,7 +34,7 @@ def one_step(member: type[Engine], size: float, dtype: torch.dtype, **values: An
 def test_norms_neither_overflow_nor_underflow(size: float, dtype: torch.dtype) -> None:
     X = noise(4, 7, seed=3)
     scaled = (X * size).to(dtype)
-    for norm in (row_norm, WHOLE.row_norm, WHOLE.frobenius):
+    for norm in (row_norm, LOCAL.row_norm, LOCAL.frobenius):
         torch.testing.assert_close(norm(scaled).double() / size, norm(X), rtol=1e-6, atol=0)
 
 

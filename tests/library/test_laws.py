@@ -21,6 +21,7 @@ from angular_muown.stages.charts import (
     WeightNorm,
     normalize_rows,
 )
+from angular_muown.stages.context import Context
 from angular_muown.stages.orthogonalize import polar_express, svd
 from angular_muown.stages.reductions import row_norm
 from angular_muown.stages.scale import SCALES, fan_ratio
@@ -37,25 +38,25 @@ def _weight_and_gradient(shape: tuple[int, int], seed: int) -> tuple[Tensor, Ten
     return noise(*shape, seed=seed), noise(*shape, seed=seed + 1)
 
 
-def _rows(chart: Chart, W: Tensor) -> dict[str, Tensor]:
-    shapes = {name: Layout().vector_shape(W, name) for name in chart.rows}
-    return {name: torch.zeros(shape, dtype=W.dtype) for name, shape in shapes.items()}
+def _context(chart: Chart, W: Tensor) -> Context:
+    shapes = {name: Layout().vector_shape(W, name) for name in chart.state_names}
+    return Context({name: torch.zeros(shape, dtype=W.dtype) for name, shape in shapes.items()})
 
 
 @pytest.mark.parametrize("chart", CHARTS, ids=lambda c: type(c).__name__)
 @given(shape=shapes, seed=seeds)
 def test_join_of_split_is_the_identity(chart, shape, seed) -> None:
     W, G = _weight_and_gradient(shape, seed)
-    rows = _rows(chart, W)
-    at = chart.split(W, G, rows)
-    torch.testing.assert_close(chart.join(at, torch.zeros_like(W), at.g, rows), W)
+    context = _context(chart, W)
+    at = chart.split(W, G, context)
+    torch.testing.assert_close(chart.join(at, torch.zeros_like(W), at.g, context), W)
 
 
 @pytest.mark.parametrize("chart", CHARTS[1:3], ids=lambda c: type(c).__name__)
 @given(shape=shapes, seed=seeds)
 def test_the_tangent_gradient_is_tangent(chart, shape, seed) -> None:
     W, G = _weight_and_gradient(shape, seed)
-    at = chart.split(W, G, _rows(chart, W))
+    at = chart.split(W, G, _context(chart, W))
     inner = (at.U * at.T).sum(-1).abs()
     assert (inner <= 1e-12 * (1 + row_norm(at.T).squeeze(-1))).all()
 
@@ -64,15 +65,15 @@ def test_the_tangent_gradient_is_tangent(chart, shape, seed) -> None:
 def test_radial_and_tangent_parts_make_up_the_gradient(shape, seed) -> None:
     """The chain rule of W = Diag(g) U: G = T / g + r U."""
     W, G = _weight_and_gradient(shape, seed)
-    at = Oblique().split(W, G, {})
+    at = Oblique().split(W, G, Context({}))
     torch.testing.assert_close(at.T / at.g + at.r * at.U, G)
 
 
 @given(shape=shapes, seed=seeds, size=st.floats(1e-6, 1e3))
 def test_the_retraction_lands_on_unit_rows(shape, seed, size) -> None:
     W, G = _weight_and_gradient(shape, seed)
-    at = Oblique().split(W, G, {})
-    joined = Oblique().join(at, size * G, torch.ones_like(at.g), {})
+    at = Oblique().split(W, G, Context({}))
+    joined = Oblique().join(at, size * G, torch.ones_like(at.g), Context({}))
     torch.testing.assert_close(row_norm(joined), torch.ones_like(at.g))
 
 

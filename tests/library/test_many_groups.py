@@ -45,7 +45,7 @@ def test_a_group_for_each_parameter_makes_one_stack(monkeypatch: pytest.MonkeyPa
     step = engine.update_alone
 
     def spy(stack: Any, *args: Any) -> None:
-        stacked.append(len(stack.pieces))
+        stacked.append(len(stack.views))
         step(stack, *args)
 
     monkeypatch.setattr(engine, "update_alone", spy)

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from angular_muown.cuda_graph import OWN
 from angular_muown.distributed.collectives import all_gather
-from angular_muown.distributed.exchange import Work
-from angular_muown.distributed.mesh import Team, is_sharded, local
+from angular_muown.distributed.exchange import SharedParameter
+from angular_muown.distributed.mesh import RankGroup, is_sharded, local
 from angular_muown.params.options import RULES
+from angular_muown.stages.orthogonalize import Iteration, Orthogonalizer
 
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK = 1 << 22  # entries of a gradient that are looked at at a time
@@ -64,15 +65,15 @@ class Answer(NamedTuple):
 
 
 class Agreement:
-    def __init__(self, team: Team, works: Sequence[Work]) -> None:
-        self.team = team
-        self.device = local(works[0].parameter).device
-        self.lines = [described(work) for work in works]
+    def __init__(self, rank_group: RankGroup, members: Sequence[SharedParameter]) -> None:
+        self.rank_group = rank_group
+        self.device = local(members[0].parameter).device
+        self.lines = [described(shared) for shared in members]
         self.fresh = True
         self.pending: Answer | None = None
 
     def check(
-        self, works: Sequence[Work], groups: Sequence[dict[str, Any]], observed: bool
+        self, members: Sequence[SharedParameter], groups: Sequence[dict[str, Any]], observed: bool
     ) -> None:
         """Before anything moves. A host does not wait for a GPU: there the answer is looked at in
         the next step, but for a new plan at once."""
@@ -83,20 +84,20 @@ class Agreement:
                 self._explain(answer.report, "in the last step ")
         report = Report(
             [*self.lines, "observed by a monitor" if observed else "not observed"],
-            [work.parameter.grad is not None for work in works],
+            [shared.parameter.grad is not None for shared in members],
             dict(enumerate(map(settings_of, groups))),
         )
         mine = report.digests(self.fresh, self.device)
-        codes = mine.new_empty(len(mine) * self.team.size)
-        all_gather(codes, mine, self.team)
-        codes = codes.view(self.team.size, len(mine))
+        codes = mine.new_empty(len(mine) * self.rank_group.size)
+        all_gather(codes, mine, self.rank_group)
+        codes = codes.view(self.rank_group.size, len(mine))
         if self.device.type == "cpu" or self.fresh:
-            self._look(codes, works, report)
+            self._look(codes, members, report)
         else:
             self._look_later(codes, report)
         self.fresh = False
 
-    def _look(self, codes: Tensor, works: Sequence[Work], report: Report) -> None:
+    def _look(self, codes: Tensor, members: Sequence[SharedParameter], report: Report) -> None:
         all_fresh = bool((codes[:, 0] >= FRESH).all())
         codes = torch.cat([codes[:, :1] % FRESH, codes[:, 1:]], dim=1)
         if bool((codes != codes[:1]).any()):
@@ -104,7 +105,7 @@ class Agreement:
                 raise RuntimeError(f"ranks that share the optimizer's work disagree: {HOW}")
             self._explain(report)
         if all_fresh:
-            self._compare_gradients(works)
+            self._compare_gradients(members)
 
     def _look_later(self, codes: Tensor, report: Report) -> None:
         differs = torch.empty((), dtype=torch.bool, pin_memory=True)
@@ -116,8 +117,8 @@ class Agreement:
         self.pending = Answer(differs, event, report)
 
     def _everybody(self, mine: Any) -> list[Any]:
-        found: list[Any] = [None] * self.team.size
-        dist.all_gather_object(found, mine, group=self.team.group)
+        found: list[Any] = [None] * self.rank_group.size
+        dist.all_gather_object(found, mine, group=self.rank_group.group)
         return found
 
     def _explain(self, report: Report, when: str = "") -> None:
@@ -127,7 +128,7 @@ class Agreement:
             check(found, when)
 
     def _explain_plan(self, found: list[Report], when: str) -> None:
-        first, ranks = found[0].lines, self.team.ranks
+        first, ranks = found[0].lines, self.rank_group.ranks
         for rank, report in zip(ranks, found, strict=True):
             for i in range(max(len(report.lines), len(first))):
                 a, b = (x[i] if i < len(x) else "nothing" for x in (first, report.lines))
@@ -138,7 +139,7 @@ class Agreement:
                     )
 
     def _explain_settings(self, found: list[Report], when: str) -> None:
-        first, ranks = found[0].settings, self.team.ranks
+        first, ranks = found[0].settings, self.rank_group.ranks
         for rank, report in zip(ranks, found, strict=True):
             for index, group in first.items():
                 theirs = report.settings.get(index, {})
@@ -153,28 +154,30 @@ class Agreement:
 
     def _explain_gradients(self, found: list[Report], when: str) -> None:
         for i, line in enumerate(found[0].lines[:-1]):
-            having = [rank for rank, r in zip(self.team.ranks, found, strict=True) if r.present[i]]
-            if having and len(having) < self.team.size:
-                missing = [rank for rank in self.team.ranks if rank not in having]
+            having = [
+                rank for rank, r in zip(self.rank_group.ranks, found, strict=True) if r.present[i]
+            ]
+            if having and len(having) < self.rank_group.size:
+                missing = [rank for rank in self.rank_group.ranks if rank not in having]
                 raise RuntimeError(
                     f"{when}parameter {line.split()[0]!r} has a gradient on ranks {having} and "
                     f"none on ranks {missing}: all ranks that share it step it, or none does; give "
                     "it a gradient (of zeros) everywhere, or none"
                 )
 
-    def _compare_gradients(self, works: Sequence[Work]) -> None:
+    def _compare_gradients(self, members: Sequence[SharedParameter]) -> None:
         """Once for a plan: copies of a plain parameter are only copies if their gradients are."""
         plain = {
-            work.name: int(bits(work.parameter.grad))
-            for work in works
-            if not is_sharded(work.parameter) and work.parameter.grad is not None
+            shared.name: int(bits(shared.parameter.grad))
+            for shared in members
+            if not is_sharded(shared.parameter) and shared.parameter.grad is not None
         }
-        for rank, theirs in zip(self.team.ranks, self._everybody(plain), strict=True):
+        for rank, theirs in zip(self.rank_group.ranks, self._everybody(plain), strict=True):
             for name in plain:
                 if theirs[name] != plain[name]:
                     raise RuntimeError(
                         f"the gradient of parameter {name!r} is not the same on ranks "
-                        f"{self.team.ranks[self.team.index]} and {rank}: average gradients first, "
+                        f"{self.rank_group.ranks[self.rank_group.index]} and {rank}: average gradients first, "
                         "as DistributedDataParallel does, or pass process_group=False to let every "
                         "rank step alone"
                     )
@@ -190,16 +193,20 @@ def _on_host(group: dict[str, Any]) -> dict[str, Any]:
     return {key: x.item() if isinstance(x, Tensor) else x for key, x in group.items()}
 
 
-def described(work: Work) -> str:
+def described(shared: SharedParameter) -> str:
     """Everything that decides which collectives a step makes, and of what size."""
-    p, recipe = work.parameter, work.recipe
+    p, recipe = shared.parameter, shared.recipe
     where = f"{p.placements} on {tuple(p.device_mesh.shape)}" if is_sharded(p) else "plain"
     stages = (recipe.chart, recipe.normalize, recipe.radius, recipe.tangent)
-    how = [recipe.orthogonalize.__name__, *(name for stage in stages for name in _names(stage))]
+    how = [_name(recipe.orthogonalize), *(name for stage in stages for name in _names(stage))]
     return (
-        f"{work.name} {tuple(p.shape)} {p.dtype}, {where}, {' '.join(how)}, {work.layout}, "
-        f"on the wire {work.wire}, workspace {work.group['workspace']}"
+        f"{shared.name} {tuple(p.shape)} {p.dtype}, {where}, {' '.join(how)}, {shared.layout}, "
+        f"on the wire {shared.wire_dtype}, workspace {shared.group['workspace']}"
     )
+
+
+def _name(polar: Orthogonalizer) -> str:
+    return polar.name if isinstance(polar, Iteration) else polar.__name__
 
 
 def _names(stage: Any) -> list[str]:

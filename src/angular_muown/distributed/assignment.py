@@ -13,7 +13,7 @@ from heapq import heapify, heapreplace
 import torch
 from torch import Tensor
 
-from angular_muown.params.layout import Window
+from angular_muown.params.layout import Slice2D
 from angular_muown.stages.orthogonalize import GRAM_RESTART, POLAR_EXPRESS
 
 GRAM_SUMS = -(-len(POLAR_EXPRESS) // GRAM_RESTART)  # all-reduces of a Gram matrix
@@ -22,13 +22,13 @@ GRAM_BYTES = 4  # of an entry: the Gram matrix squares the condition number
 
 
 @dataclass(frozen=True)
-class Job:
+class MatrixTask:
     """A matrix that lies over ranks."""
 
     name: str
     m: int
     n: int
-    parts: tuple[Window, ...]  # what each rank inside has of it
+    parts: tuple[Slice2D, ...]  # what each rank inside has of it
     width: int  # bytes on the wire of an entry
     operands: int = 1  # matrices of this shape that go to the owner; one comes back
     may_sum: bool = False  # whether the method allows the Gram way
@@ -69,16 +69,16 @@ def longest_first(costs: Sequence[int], ranks: int) -> list[int]:
     """An owner for each job: the longest first, to whom has least to do; ties go by number."""
     owners, loads = [0] * len(costs), [(0, rank) for rank in range(ranks)]
     heapify(loads)
-    for job in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+    for task in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         load, rank = loads[0]
-        owners[job] = rank
-        heapreplace(loads, (load + costs[job], rank))
+        owners[task] = rank
+        heapreplace(loads, (load + costs[task], rank))
     return owners
 
 
 @dataclass(frozen=True)
 class Assignment:
-    jobs: tuple[Job, ...]
+    tasks: tuple[MatrixTask, ...]
     places: int  # ranks inside a copy
     copies: int
     budget: int  # bytes of a rank's work in a round, exceeded by a single matrix only
@@ -86,17 +86,17 @@ class Assignment:
     @cached_property
     def moved(self) -> "Assignment":
         """The same with every matrix whole at an owner, where it can be looked at."""
-        jobs = tuple(replace(job, may_sum=False) for job in self.jobs)
-        return replace(self, jobs=jobs)
+        tasks = tuple(replace(task, may_sum=False) for task in self.tasks)
+        return replace(self, tasks=tasks)
 
     @cached_property
     def summed(self) -> list[int]:
-        return [i for i, job in enumerate(self.jobs) if job.sums]
+        return [i for i, task in enumerate(self.tasks) if task.sums]
 
     @cached_property
     def owners(self) -> dict[int, int]:
-        moved = [i for i, job in enumerate(self.jobs) if not job.sums]
-        found = longest_first([self.jobs[i].cost for i in moved], self.places * self.copies)
+        moved = [i for i, task in enumerate(self.tasks) if not task.sums]
+        found = longest_first([self.tasks[i].cost for i in moved], self.places * self.copies)
         # Ties go to the copies in turn: each gives the others as much as the one that made most.
         places = (divmod(number, self.copies) for number in found)
         return {i: c * self.places + place for i, (place, c) in zip(moved, places, strict=True)}
@@ -107,8 +107,8 @@ class Assignment:
         rounds: list[list[int]] = []
         filled: dict[int, tuple[int, int]] = {}  # by owner: its round, and the bytes in it
         share = self.budget / self.copies
-        for i in sorted(self.owners, key=lambda i: (-self.jobs[i].cost, i)):
-            owner, size = self.owners[i], self.jobs[i].bytes
+        for i in sorted(self.owners, key=lambda i: (-self.tasks[i].cost, i)):
+            owner, size = self.owners[i], self.tasks[i].bytes
             at, used = filled.get(owner, (0, 0))
             if used and used + size > share:
                 at, used = at + 1, 0
@@ -116,37 +116,37 @@ class Assignment:
             while len(rounds) <= at:
                 rounds.append([])
             rounds[at].append(i)
-        return [sorted(jobs) for jobs in rounds]
+        return [sorted(tasks) for tasks in rounds]
 
     @cached_property
     def _sizes(self) -> dict[int, Tensor]:
         """By the identity of parts, which most jobs share: entries of each."""
-        different = {id(job.parts): job.parts for job in self.jobs}
+        different = {id(task.parts): task.parts for task in self.tasks}
         return {
             key: torch.tensor([part.size for part in parts], dtype=torch.float64)
             for key, parts in different.items()
         }
 
-    def sizes(self, job: int) -> Tensor:
+    def sizes(self, task: int) -> Tensor:
         """Entries of each part of a job."""
-        return self._sizes[id(self.jobs[job].parts)]
+        return self._sizes[id(self.tasks[task].parts)]
 
-    def place(self, job: int) -> tuple[int, int]:
+    def place(self, task: int) -> tuple[int, int]:
         """The copy and the place inside it that own a job."""
-        return divmod(self.owners[job], self.places)
+        return divmod(self.owners[task], self.places)
 
-    def gathered(self, jobs: Iterable[int]) -> Tensor:
+    def gathered(self, tasks: Iterable[int]) -> Tensor:
         """Bytes that copies of each place give to one another after a round: the most of any."""
         found = torch.zeros(self.copies, self.places, dtype=torch.float64)
-        for i in jobs if self.copies > 1 else ():
-            found[self.place(i)[0]] += self.sizes(i) * self.jobs[i].width
+        for i in tasks if self.copies > 1 else ():
+            found[self.place(i)[0]] += self.sizes(i) * self.tasks[i].width
         return found.amax(dim=0)
 
     @cached_property
     def loads(self) -> Tensor:
         loads = torch.zeros(self.places * self.copies, dtype=torch.float64)
-        for job, owner in self.owners.items():
-            loads[owner] += self.jobs[job].cost
+        for task, owner in self.owners.items():
+            loads[owner] += self.tasks[task].cost
         return loads
 
     @property
@@ -160,9 +160,9 @@ class Assignment:
         many times a rank's mean share its work is."""
         if not self.owners:
             return None
-        longest = max(self.owners, key=lambda i: self.jobs[i].cost)
-        share = self.jobs[longest].cost / float(self.loads.mean())
-        return (self.jobs[longest].name, share) if share > DOMINANT else None
+        longest = max(self.owners, key=lambda i: self.tasks[i].cost)
+        share = self.tasks[longest].cost / float(self.loads.mean())
+        return (self.tasks[longest].name, share) if share > DOMINANT else None
 
     @cached_property
     def traffic(self) -> tuple[Tensor, Tensor]:
@@ -170,15 +170,15 @@ class Assignment:
         sent = torch.zeros(self.copies, self.places, dtype=torch.float64)
         received = torch.zeros_like(sent)
         for i in self.owners:
-            job, (copy, place) = self.jobs[i], self.place(i)
-            parts = self.sizes(i) * job.width
+            task, (copy, place) = self.tasks[i], self.place(i)
+            parts = self.sizes(i) * task.width
             parts[place] = 0
-            sent[copy] += job.operands * parts
-            received[copy, place] += job.operands * parts.sum()
+            sent[copy] += task.operands * parts
+            received[copy, place] += task.operands * parts.sum()
             sent[copy, place] += parts.sum()  # and back
             received[copy] += parts
-        for jobs in self.rounds:
-            shared = (self.copies - 1) * self.gathered(jobs)
+        for tasks in self.rounds:
+            shared = (self.copies - 1) * self.gathered(tasks)
             sent, received = sent + shared, received + shared
         return sent.flatten(), received.flatten()
 
@@ -188,13 +188,13 @@ class Assignment:
         there and back, and what is gathered; two rounds are on their way at a time. Float32 copies
         of parts and the iterations' own memory come on top."""
         peak = torch.zeros(self.copies, self.places, dtype=torch.float64)
-        for jobs in self.rounds:
+        for tasks in self.rounds:
             held = torch.zeros_like(peak)
-            for i in jobs:
-                job, (copy, place) = self.jobs[i], self.place(i)
-                held[copy] += (job.operands + 1) * self.sizes(i) * job.width
-                held[copy, place] += (job.operands + 1) * job.bytes
-            held += (self.copies + 1) * self.gathered(jobs)
+            for i in tasks:
+                task, (copy, place) = self.tasks[i], self.place(i)
+                held[copy] += (task.operands + 1) * self.sizes(i) * task.width
+                held[copy, place] += (task.operands + 1) * task.bytes
+            held += (self.copies + 1) * self.gathered(tasks)
             peak = torch.maximum(peak, held)
         return min(2, len(self.rounds)) * peak.flatten()
 
@@ -222,11 +222,11 @@ def _table(plan: Assignment) -> str:
     ranks = plan.places * plan.copies
     shape = f"{plan.copies} copies of {plan.places} parts" if plan.copies > 1 else "1 copy"
     lines = [
-        f"{len(plan.jobs)} matrices over {ranks} ranks ({shape}), {len(plan.rounds)} rounds; "
+        f"{len(plan.tasks)} matrices over {ranks} ranks ({shape}), {len(plan.rounds)} rounds; "
         f"imbalance {plan.imbalance:.3f}"
     ]
     if plan.summed:
-        moved = sum(plan.jobs[i].sum_bytes for i in plan.summed) / plan.places
+        moved = sum(plan.tasks[i].sum_bytes for i in plan.summed) / plan.places
         lines.append(f"{len(plan.summed)} stay and add up Gram matrices, {_size(moved)} a rank")
     owned = torch.zeros(ranks)
     for owner in plan.owners.values():

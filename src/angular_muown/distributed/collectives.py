@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from angular_muown.distributed.mesh import Team
+from angular_muown.distributed.mesh import RankGroup
 
 LOOK_EVERY = timedelta(seconds=1)
 Ranks = tuple[int, ...]
@@ -44,10 +44,10 @@ def failing_together() -> Iterator[None]:
         _watched.clear()
 
 
-def watch(teams: Iterable[Ranks]) -> None:
+def watch(rank_groups: Iterable[Ranks]) -> None:
     """From here to its end, these ranks take a step together. Steps are numbered for each set of
     ranks, so that an error that was handled does not end a later step."""
-    for ranks in teams:
+    for ranks in rank_groups:
         if ranks not in _watched:
             _steps[ranks] += 1
             _watched[ranks] = f"angular_muown/{'-'.join(map(str, ranks))}/{_steps[ranks]}"
@@ -84,14 +84,14 @@ def wait(handle: Any, device: torch.device) -> None:
                 return
 
 
-def all_gather(to: Tensor, own: Tensor, team: Team) -> None:
+def all_gather(to: Tensor, own: Tensor, rank_group: RankGroup) -> None:
     """`own` of every rank, one behind the other. torch 2.13 renames its function."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    wait(gather(to, own, group=team.group, async_op=True), to.device)
+    wait(gather(to, own, group=rank_group.group, async_op=True), to.device)
 
 
-def all_reduce(t: Tensor, team: Team, op: Any) -> None:
-    wait(dist.all_reduce(t, op=op, group=team.group, async_op=True), t.device)
+def all_reduce(t: Tensor, rank_group: RankGroup, op: Any) -> None:
+    wait(dist.all_reduce(t, op=op, group=rank_group.group, async_op=True), t.device)
 
 
 def swap(

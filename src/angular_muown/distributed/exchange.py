@@ -1,9 +1,9 @@
-"""The exchange: matrices that lie over ranks, whole at their owners for the polar factor.
+"""The exchange: sharded matrices become whole at their owners for the polar factor.
 
-A step of such matrices pauses in `update.update` where it needs them whole. A round of them makes
-a journey: every rank sends its parts to the owners, the owners orthogonalize, the parts of the
-result come back, and ranks that hold copies of one part give each other what their owners made.
-While the owners are at work on one round, the next is on its way.
+`update.update` pauses where it needs whole matrices. One round takes some of them through three
+stages: every rank sends its parts to the owners; the owners orthogonalize and send parts of the
+result back; ranks that hold copies of the same part pass on what their owners computed. While the
+owners work on one round, the next one is in transit.
 """
 
 from collections import defaultdict
@@ -14,125 +14,147 @@ from typing import Any
 import torch
 from torch import Tensor, promote_types
 
-from angular_muown.distributed.assignment import Assignment
+from angular_muown.distributed.assignment import Assignment, MatrixTask
 from angular_muown.distributed.collectives import all_gather, swap
-from angular_muown.distributed.mesh import Spread, local
-from angular_muown.params.layout import Layout
-from angular_muown.params.stacks import Leaf, Stack
-from angular_muown.stages.orthogonalize import SUMMABLE, iteration_dtype
-from angular_muown.stages.tangent import Free
-from angular_muown.update import Equation, Observer, Recipe, finish
-
-Start = Callable[[list[int]], list[tuple[Stack, list[int], Equation]]]
+from angular_muown.distributed.mesh import Sharding, local
+from angular_muown.params.layout import Layout, Slice2D
+from angular_muown.params.options import Group
+from angular_muown.params.stacks import OpenParameter, Stack
+from angular_muown.stages.context import Context
+from angular_muown.stages.orthogonalize import Iteration, iteration_dtype
+from angular_muown.update import Equation, Observer, Recipe, resume
 
 
 @dataclass
-class Work:
-    """A parameter of a step that ranks share."""
+class SharedParameter:
+    """A parameter whose step is shared between ranks."""
 
     name: str
     parameter: Tensor
-    spread: Spread
+    sharding: Sharding
     layout: Layout
     recipe: Recipe
-    group: dict[str, Any]
+    group: Group
     index: int  # of the group
     noise: int | Tensor | None = None
-    opened: Leaf | None = None
+    _opened: OpenParameter | None = None
 
     @property
-    def leaf(self) -> Leaf:
-        assert self.opened is not None, "a work is opened before its step"
-        return self.opened
+    def opened(self) -> OpenParameter:
+        assert self._opened is not None, "open() comes before the step"
+        return self._opened
+
+    def open(self, state: dict[str, Any]) -> None:
+        self._opened = OpenParameter(self.parameter, state, self.layout, self.sharding)
 
     @property
-    def wire(self) -> torch.dtype:
-        """What entries travel as: what the polar factor is computed in anyway."""
+    def iterates(self) -> bool:
+        """True if products of matrices are all that the polar factor takes."""
+        is_iteration = isinstance(self.recipe.orthogonalize, Iteration)
+        return is_iteration and not self.recipe.tangent.needs_directions
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """The dtype of entries in transit: by default, the one the polar factor is computed in."""
         if self.group["wire_dtype"] is not None:
             return getattr(torch, self.group["wire_dtype"])
         part = local(self.parameter)
-        iterates = self.recipe.orthogonalize in SUMMABLE and type(self.recipe.tangent) is Free
-        return iteration_dtype(part) if iterates else promote_types(part.dtype, torch.float32)
+        return iteration_dtype(part) if self.iterates else promote_types(part.dtype, torch.float32)
 
 
-@dataclass
-class Road:
-    """What a journey needs to know."""
+PausedStack = tuple[Stack, list[int], Equation]  # with the number of each matrix's task
 
-    spread: Spread
+
+@dataclass(frozen=True)
+class Exchange:
+    """What all rounds of a step have in common."""
+
+    sharding: Sharding
     plan: Assignment
-    work_of: list[Work]  # by job
+    parameter_of: list[SharedParameter]  # by task
     observers: Sequence[Observer]
+    start: Callable[[list[int]], list[PausedStack]]  # begin the updates of these tasks
+
+    @property
+    def device(self) -> torch.device:
+        return self.parameter_of[0].opened.working.device
+
+    def run_rounds(self) -> None:
+        """Send one round ahead of the one that the owners work on, and finish one behind it."""
+        before, now = None, None
+        for tasks in (*self.plan.rounds, None, None):
+            ahead = None if tasks is None else Round(self, tasks, self.start(tasks))
+            if ahead is not None:
+                ahead.send()
+            if now is not None:
+                now.orthogonalize()
+            if before is not None:
+                before.finish()
+            before, now = now, ahead
 
 
 @dataclass
-class Journey:
-    """One round: depart, work, arrive."""
-
-    road: Road
-    jobs: list[int]
-    steps: list[tuple[Stack, list[int], Equation]]
-    operands: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)  # our parts, by job
+class Round:
+    exchange: Exchange
+    tasks: list[int]
+    paused: list[PausedStack]
+    operands: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)  # this rank's, by task
     results: dict[int, Tensor] = field(default_factory=dict)
-    sent: Any = None
+    received: Callable[[], list[Tensor]] | None = None  # waits for the collective in flight
 
     def __post_init__(self) -> None:
-        plan = self.road.plan
         self.by_owner: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for i in self.jobs:
-            self.by_owner[plan.place(i)].append(i)
+        for i in self.tasks:
+            self.by_owner[self.exchange.plan.place(i)].append(i)
 
-    def of_copy(self, copy: int) -> list[int]:
-        """Jobs whose owners are in a copy, owner by owner."""
-        places = range(self.road.plan.places)
-        return [i for place in places for i in self.by_owner.get((copy, place), ())]
-
-    def owned_by(self, place: int) -> list[int]:
-        return self.by_owner.get((self.road.spread.replicas.index, place), [])
-
-    def depart(self) -> "Journey":
-        for _, jobs, equation in self.steps:
+    def send(self) -> None:
+        """Run the updates up to their pause, and send this rank's parts to the owners."""
+        for _, tasks, equation in self.paused:
             X, U = next(equation)
-            for j, job in enumerate(jobs):
-                self.operands[job] = (X[j], U[j])[: self._operands(job)]
-        inside = self.road.spread.inside
-        if inside.acts:
-            out = [
-                [self._packed(job, t) for job in self.owned_by(place) for t in self.operands[job]]
-                for place in range(inside.size)
-            ]
-            mine = self.owned_by(inside.index)
-            sizes = [sum(map(self._arriving(place), mine)) for place in range(inside.size)]
-            self.sent = swap(out, sizes, inside.group, self._device)
-        return self
+            for j, i in enumerate(tasks):
+                self.operands[i] = (X[j], U[j])[: self._operand_count(i)]
+        shards = self.exchange.sharding.shards
+        if not shards.communicates:
+            return
+        out = [
+            [self._pack(i, t) for i in self._owned_by(place) for t in self.operands[i]]
+            for place in range(shards.size)
+        ]
+        mine = self._owned_by(shards.index)
+        sizes = [
+            sum(self._part_bytes(i, place) * self._operand_count(i) for i in mine)
+            for place in range(shards.size)
+        ]
+        self.received = swap(out, sizes, shards.group, self.exchange.device)
 
-    def work(self) -> None:
-        """The polar factors of what is ours, batched by shape, and their way back."""
-        inside = self.road.spread.inside
-        mine = self.owned_by(inside.index)
-        whole = self._assembled(mine) if inside.acts else {i: self.operands[i] for i in mine}
-        self.operands, self.sent = {}, None
+    def orthogonalize(self) -> None:
+        """Compute the polar factors that this rank owns, batched by shape, and send them back."""
+        shards = self.exchange.sharding.shards
+        mine = self._owned_by(shards.index)
+        whole = self._assemble(mine) if shards.communicates else self.operands
+        self.operands = {}
         batches: dict[Any, list[int]] = defaultdict(list)
         for i in mine:
-            job, work = self.road.plan.jobs[i], self.road.work_of[i]
-            batches[job.m, job.n, work.index, work.wire].append(i)
+            task, shared = self._task(i), self._shared(i)
+            batches[task.m, task.n, shared.index, shared.wire_dtype].append(i)
         for batch in batches.values():
-            self._orthogonalize(batch, whole)
-        if inside.acts:
-            out = [
-                [
-                    self._packed(i, _part(self.results[i], self.road.plan.jobs[i].parts[place]))
-                    for i in mine
-                ]
-                for place in range(inside.size)
-            ]
-            sizes = [sum(map(self._returning, self.owned_by(p))) for p in range(inside.size)]
-            self.results = {}
-            self.sent = swap(out, sizes, inside.group, self._device)
+            self._orthogonalize_batch(batch, whole)
+        if not shards.communicates:
+            return
+        out = [
+            [self._pack(i, _part(self.results[i], self._task(i).parts[place])) for i in mine]
+            for place in range(shards.size)
+        ]
+        sizes = [
+            sum(self._part_bytes(i, shards.index) for i in self._owned_by(place))
+            for place in range(shards.size)
+        ]
+        self.results = {}
+        self.received = swap(out, sizes, shards.group, self.exchange.device)
 
-    def _orthogonalize(self, batch: list[int], whole: dict[int, tuple[Tensor, ...]]) -> None:
-        recipe = self.road.work_of[batch[0]].recipe
-        dtype = self.road.work_of[batch[0]].leaf.compute
+    def _orthogonalize_batch(self, batch: list[int], whole: dict[int, tuple[Tensor, ...]]) -> None:
+        shared = [self._shared(i) for i in batch]
+        recipe, dtype = shared[0].recipe, shared[0].opened.compute
         operands = [
             torch.stack([whole[i][k] for i in batch]).to(dtype) for k in range(len(whole[batch[0]]))
         ]
@@ -140,93 +162,95 @@ class Journey:
         try:
             Q = recipe.tangent(recipe.orthogonalize, X, U)
         except Exception as error:
-            names = ", ".join(dict.fromkeys(self.road.work_of[i].name for i in batch))
+            names = ", ".join(dict.fromkeys(one.name for one in shared))
             error.add_note(f"in the polar factor of {names}")
             raise
-        for observe in self.road.observers:
-            parts = [(self.road.work_of[i].leaf.parameter, 1) for i in batch]
-            observe(parts, U, recipe.tangent.receive(Q, U, {}), None)
+        for observe in self.exchange.observers:
+            parameters = [(one.parameter, 1) for one in shared]
+            observe(parameters, U, recipe.tangent.receive(Q, U, Context({})), None)
         self.results.update(zip(batch, Q, strict=True))
 
-    def arrive(self) -> None:
-        """Q for our parts, and the end of the steps."""
-        inside = self.road.spread.inside
-        if inside.acts:
-            received = self.sent()
-            for place in range(inside.size):
+    def finish(self) -> None:
+        """Receive Q for this rank's parts and run the updates to completion."""
+        shards = self.exchange.sharding.shards
+        if self.received is not None:
+            for place, buffer in enumerate(self.received()):
                 at = 0
-                for i in self.owned_by(place):
-                    self.results[i], at = self._unpacked(i, received[place], at, inside.index)
-        if self.road.spread.replicas.acts:
-            self._share()
-        for stack, jobs, equation in self.steps:
-            Q = torch.stack([self.results[i].to(stack.compute) for i in jobs])
-            finish(equation, Q)
+                for i in self._owned_by(place):
+                    self.results[i], at = self._unpack(i, buffer, at, shards.index)
+        if self.exchange.sharding.replicas.communicates:
+            self._share_with_replicas()
+        for stack, tasks, equation in self.paused:
+            resume(equation, torch.stack([self.results[i].to(stack.compute) for i in tasks]))
 
-    def _share(self) -> None:
-        """Copies of our part give us what their owners made of it, and we give ours."""
-        team, plan = self.road.spread.replicas, self.road.plan
-        place = self.road.spread.inside.index
-        size = int(plan.gathered(self.jobs)[place])
-        own = torch.zeros(size, dtype=torch.uint8, device=self._device)
-        packed = [self._packed(i, self.results[i]) for i in self.of_copy(team.index)]
+    def _share_with_replicas(self) -> None:
+        """Gather what the owners in each copy computed for this rank's part."""
+        replicas, place = self.exchange.sharding.replicas, self.exchange.sharding.shards.index
+        size, device = int(self.exchange.plan.gathered(self.tasks)[place]), self.exchange.device
+        own = torch.zeros(size, dtype=torch.uint8, device=device)
+        packed = [self._pack(i, self.results[i]) for i in self._owned_in_copy(replicas.index)]
         if packed:
             torch.cat(packed, out=own[: sum(t.numel() for t in packed)])
-        all_of_it = torch.empty(team.size * size, dtype=torch.uint8, device=self._device)
-        if size:  # copies of an empty part have nothing to give
-            all_gather(all_of_it, own, team)
-        for copy in range(team.size):
-            buffer = all_of_it[copy * size : (copy + 1) * size]
-            at = 0
-            for i in self.of_copy(copy):
-                self.results[i], at = self._unpacked(i, buffer, at, place)
+        gathered = torch.empty(replicas.size * size, dtype=torch.uint8, device=device)
+        if size:  # copies of an empty part have nothing to send
+            all_gather(gathered, own, replicas)
+        for copy in range(replicas.size):
+            buffer, at = gathered[copy * size : (copy + 1) * size], 0
+            for i in self._owned_in_copy(copy):
+                self.results[i], at = self._unpack(i, buffer, at, place)
 
-    def _assembled(self, mine: list[int]) -> dict[int, tuple[Tensor, ...]]:
-        received, found = self.sent(), {}
-        at = [0] * len(received)
+    def _assemble(self, mine: list[int]) -> dict[int, tuple[Tensor, ...]]:
+        """Put received parts together to whole matrices."""
+        assert self.received is not None
+        buffers, whole = self.received(), {}
+        at = [0] * len(buffers)
         for i in mine:
-            job = self.road.plan.jobs[i]
-            wholes = []
-            for _ in range(self._operands(i)):
-                X = torch.empty(job.m, job.n, dtype=self.road.work_of[i].wire, device=self._device)
-                for place, buffer in enumerate(received):
-                    part, at[place] = self._unpacked(i, buffer, at[place], place)
-                    _part(X, job.parts[place]).copy_(part)
-                wholes.append(X)
-            found[i] = tuple(wholes)
-        return found
+            task, dtype = self._task(i), self._shared(i).wire_dtype
+            operands = []
+            for _ in range(self._operand_count(i)):
+                X = torch.empty(task.m, task.n, dtype=dtype, device=self.exchange.device)
+                for place, buffer in enumerate(buffers):
+                    part, at[place] = self._unpack(i, buffer, at[place], place)
+                    _part(X, task.parts[place]).copy_(part)
+                operands.append(X)
+            whole[i] = tuple(operands)
+        return whole
 
-    @property
-    def _device(self) -> torch.device:
-        return self.road.work_of[self.jobs[0]].leaf.working.device
+    def _task(self, i: int) -> MatrixTask:
+        return self.exchange.plan.tasks[i]
 
-    def _operands(self, job: int) -> int:
-        return 2 if self.road.observers else self.road.plan.jobs[job].operands
+    def _shared(self, i: int) -> SharedParameter:
+        return self.exchange.parameter_of[i]
 
-    def _arriving(self, place: int) -> Callable[[int], int]:
-        jobs = self.road.plan.jobs
-        return lambda i: jobs[i].parts[place].size * jobs[i].width * self._operands(i)
+    def _owned_by(self, place: int) -> list[int]:
+        """Tasks of the owner at a place in this rank's copy."""
+        return self.by_owner.get((self.exchange.sharding.replicas.index, place), [])
 
-    def _returning(self, i: int) -> int:
-        job = self.road.plan.jobs[i]
-        return job.parts[self.road.spread.inside.index].size * job.width
+    def _owned_in_copy(self, copy: int) -> list[int]:
+        """Tasks of all owners in a copy, owner by owner."""
+        places = range(self.exchange.plan.places)
+        return [i for place in places for i in self.by_owner.get((copy, place), ())]
 
-    def _packed(self, job: int, part: Tensor) -> Tensor:
-        wire = self.road.work_of[job].wire
-        part = part.to(wire).contiguous()
+    def _operand_count(self, i: int) -> int:
+        return 2 if self.exchange.observers else self._task(i).operands
+
+    def _part_bytes(self, i: int, place: int) -> int:
+        return self._task(i).parts[place].size * self._task(i).width
+
+    def _pack(self, i: int, part: Tensor) -> Tensor:
+        part = part.to(self._shared(i).wire_dtype).contiguous()
         # Not flatten(): a contiguous tensor of one entry may have any stride.
         return part.as_strided((part.numel(),), (1,)).view(torch.uint8)
 
-    def _unpacked(self, i: int, buffer: Tensor, at: int, place: int) -> tuple[Tensor, int]:
-        job, wire = self.road.plan.jobs[i], self.road.work_of[i].wire
-        part = job.parts[place]
-        stop = at + part.size * job.width
-        found = buffer[at:stop]
-        if found.storage_offset() % job.width:  # behind narrower entries
-            found = found.clone()
-        (top, bottom), (left, right) = part.rows, part.columns
-        return found.view(wire).view(bottom - top, right - left), stop
+    def _unpack(self, i: int, buffer: Tensor, at: int, place: int) -> tuple[Tensor, int]:
+        """Return the part that starts at byte `at`, and the byte where the next one starts."""
+        task, stop = self._task(i), at + self._part_bytes(i, place)
+        data = buffer[at:stop]
+        if data.storage_offset() % task.width:  # not aligned, after narrower entries
+            data = data.clone()
+        (top, bottom), (left, right) = task.parts[place].rows, task.parts[place].columns
+        return data.view(self._shared(i).wire_dtype).view(bottom - top, right - left), stop
 
 
-def _part(X: Tensor, window: Any) -> Tensor:
+def _part(X: Tensor, window: Slice2D) -> Tensor:
     return X[slice(*window.rows), slice(*window.columns)]

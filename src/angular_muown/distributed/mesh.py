@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from angular_muown.params.layout import Interval, Layout, Window, spans
+from angular_muown.params.layout import Interval, Layout, Slice2D, vector_axes
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -77,7 +77,7 @@ def ranges_of(
     return ranges
 
 
-def spread_like(p: Tensor, value: Tensor, layout: Layout, name: str = "") -> Tensor:
+def shard_like(p: Tensor, value: Tensor, layout: Layout, name: str = "") -> Tensor:
     """A whole value, which every rank has, placed as p is, or as its state vector `name` has to
     be. No communication."""
     if not is_sharded(p):
@@ -118,7 +118,7 @@ def vector_placement(p: "DTensor", placement: Any, layout: Layout, name: str) ->
     along = dimension(placement)
     if along is None:
         return Replicate()
-    axis, (by_row, by_column) = layout.axis(along, p.ndim), spans(name)
+    axis, (by_row, by_column) = layout.axis(along, p.ndim), vector_axes(name)
     if axis == "count":
         return placement
     if not (by_row if axis == "rows" else by_column):
@@ -137,8 +137,8 @@ def _check_channels(p: "DTensor", along: int, layout: Layout, why: str) -> None:
         for size, kind in zip(p.device_mesh.shape, p.placements, strict=True)
         if dimension(kind) == along
     )
-    inside = layout.view == "conv" and along == 1 and prod(p.shape[2:]) > 1
-    if inside and p.shape[1] % parts:
+    shards = layout.view == "conv" and along == 1 and prod(p.shape[2:]) > 1
+    if shards and p.shape[1] % parts:
         raise ValueError(
             f"a convolution of shape {tuple(p.shape)} is spread along dimension 1, {p.shape[1]} "
             f"channels over {parts} ranks, but {why} of its matrix: shard dimension 0, or over a "
@@ -168,7 +168,7 @@ def zero_vector(p: Tensor, layout: Layout, name: str, dtype: torch.dtype) -> Ten
 
 
 @dataclass(frozen=True)
-class Team:
+class RankGroup:
     """Ranks that act together, in the order of their process group, and this one's place."""
 
     ranks: tuple[int, ...]
@@ -180,54 +180,54 @@ class Team:
         return len(self.ranks)
 
     @property
-    def acts(self) -> bool:
+    def communicates(self) -> bool:
         """Whether there is anything to tell one another. One rank has no group, unless a test
         wants to see it talk to itself."""
         return self.group is not None
 
 
 @dataclass(frozen=True)
-class Spread:
+class Sharding:
     """How the matrices of a parameter lie over ranks that share the work on them."""
 
-    inside: Team  # hold the parts of one copy
-    replicas: Team  # hold copies of this part
-    everyone: Team  # both
-    windows: tuple[Window, ...]  # of each rank inside
-    row_teams: tuple[Team, ...] = ()  # hold other columns of this part's rows
-    column_teams: tuple[Team, ...] = ()  # hold other rows of this part's columns
+    shards: RankGroup  # hold the parts of one copy
+    replicas: RankGroup  # hold copies of this part
+    everyone: RankGroup  # both
+    windows: tuple[Slice2D, ...]  # of each rank inside
+    row_groups: tuple[RankGroup, ...] = ()  # hold other columns of this part's rows
+    column_groups: tuple[RankGroup, ...] = ()  # hold other rows of this part's columns
 
     @cached_property
-    def window(self) -> Window:
-        return self.windows[self.inside.index]
+    def window(self) -> Slice2D:
+        return self.windows[self.shards.index]
 
     @cached_property
-    def _parts(self) -> dict[Window, tuple[Window, ...]]:
+    def _parts(self) -> dict[Slice2D, tuple[Slice2D, ...]]:
         return {}
 
-    def parts_of(self, block: Window) -> tuple[Window, ...]:
+    def parts_of(self, block: Slice2D) -> tuple[Slice2D, ...]:
         """What each rank inside has of a block; one object for a block, however often asked."""
         if block not in self._parts:
             self._parts[block] = tuple(window.of_block(block) for window in self.windows)
         return self._parts[block]
 
 
-def spread_of(p: Tensor, layout: Layout, copies: Team | None, name: str) -> Spread | None:
+def sharding_of(p: Tensor, layout: Layout, copies: RankGroup | None, name: str) -> Sharding | None:
     """None where this rank steps its part of p without the others. A plain p has `copies`."""
     if is_sharded(p):
-        return _spread_on_mesh(p, layout, name)
+        return _sharding_on_mesh(p, layout, name)
     if copies is None:
         return None
     m, n = layout.sides(p.shape)
-    return Spread(_only(copies), copies, copies, (Window((0, m), (0, n), m, n),))
+    return Sharding(_only(copies), copies, copies, (Slice2D((0, m), (0, n), m, n),))
 
 
-def _only(team: Team) -> Team:
-    return Team((team.ranks[team.index],), 0)
+def _only(rank_group: RankGroup) -> RankGroup:
+    return RankGroup((rank_group.ranks[rank_group.index],), 0)
 
 
-def _spread_on_mesh(p: "DTensor", layout: Layout, name: str) -> Spread | None:
-    mesh, inside, copies, axes = p.device_mesh, [], [], {}
+def _sharding_on_mesh(p: "DTensor", layout: Layout, name: str) -> Sharding | None:
+    mesh, shards, copies, axes = p.device_mesh, [], [], {}
     for i, placement in enumerate(p.placements):
         if mesh.size(i) == 1:
             continue
@@ -241,17 +241,17 @@ def _spread_on_mesh(p: "DTensor", layout: Layout, name: str) -> Spread | None:
         if axes[i] is None:
             copies.append(i)
         elif axes[i] != "count":
-            inside.append(i)
-    if not inside and not copies:
+            shards.append(i)
+    if not shards and not copies:
         return None
-    team = team_of(mesh, inside)
-    return Spread(
-        team,
-        team_of(mesh, copies),
-        team_of(mesh, sorted(inside + copies)),
-        tuple(_windows(p, layout, inside, team, name)),
-        tuple(team_of(mesh, [i]) for i in inside if axes[i] == "columns"),
-        tuple(team_of(mesh, [i]) for i in inside if axes[i] == "rows"),
+    rank_group = ranks_along(mesh, shards)
+    return Sharding(
+        rank_group,
+        ranks_along(mesh, copies),
+        ranks_along(mesh, sorted(shards + copies)),
+        tuple(_windows(p, layout, shards, rank_group, name)),
+        tuple(ranks_along(mesh, [i]) for i in shards if axes[i] == "columns"),
+        tuple(ranks_along(mesh, [i]) for i in shards if axes[i] == "rows"),
     )
 
 
@@ -263,15 +263,15 @@ def _axis(layout: Layout, along: int, dimensions: int, name: str) -> str:
 
 
 def _windows(
-    p: "DTensor", layout: Layout, inside: list[int], team: Team, name: str
-) -> list[Window]:
+    p: "DTensor", layout: Layout, shards: list[int], rank_group: RankGroup, name: str
+) -> list[Slice2D]:
     mesh, own = p.device_mesh, list(own_coordinate(p))
     sizes_of_mesh, placements, shape = mesh.shape, p.placements, p.shape
     ranks = mesh.mesh.numpy()  # a property that computes: not once for every rank
-    found: dict[int, Window] = {}
-    for at in product(*(range(mesh.size(i)) for i in inside)):
+    found: dict[int, Slice2D] = {}
+    for at in product(*(range(mesh.size(i)) for i in shards)):
         coordinate = list(own)
-        for i, place in zip(inside, at, strict=True):
+        for i, place in zip(shards, at, strict=True):
             coordinate[i] = place
         ranges = ranges_of(shape, sizes_of_mesh, placements, coordinate)
         found[int(ranks[tuple(coordinate)])] = layout.window(ranges, shape)
@@ -282,23 +282,23 @@ def _windows(
                 f"{mesh} should have a part of shape {sizes} here, but it has "
                 f"{tuple(local(p).shape)}: such a sharding is not known"
             )
-    return [found[rank] for rank in team.ranks]
+    return [found[rank] for rank in rank_group.ranks]
 
 
-def team_of_group(group: Any) -> Team:
-    return Team(tuple(dist.get_process_group_ranks(group)), dist.get_rank(group), group)
+def rank_group_of(group: Any) -> RankGroup:
+    return RankGroup(tuple(dist.get_process_group_ranks(group)), dist.get_rank(group), group)
 
 
-def team_of(mesh: Any, dims: list[int]) -> Team:
+def ranks_along(mesh: Any, dims: list[int]) -> RankGroup:
     """The ranks that differ from this one along some dimensions of a mesh."""
     own = list(mesh.get_coordinate())
     at = tuple(slice(None) if i in dims else own[i] for i in range(mesh.ndim))
     ranks = mesh.mesh[at].flatten().tolist()
     if len(ranks) == 1:
-        return Team((ranks[0],), 0)
+        return RankGroup((ranks[0],), 0)
     group = _group(mesh, dims)
     ordered = sorted(ranks, key=lambda rank: dist.get_group_rank(group, rank))
-    return Team(tuple(ordered), ordered.index(dist.get_rank()), group)
+    return RankGroup(tuple(ordered), ordered.index(dist.get_rank()), group)
 
 
 def _group(mesh: Any, dims: list[int]) -> Any:

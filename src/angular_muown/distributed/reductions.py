@@ -1,7 +1,7 @@
-"""Sums over matrices of which this rank holds a part: what the others hold is added.
+"""Sums over matrices of which this rank holds a part: other ranks' parts are added.
 
-With rows spread (FSDP2) a row is all here, and only sums over a whole matrix travel; with columns
-spread (a row-parallel layer) row sums do, one number for a row.
+If rows are sharded (FSDP2), each row is entirely on one rank, and only sums over a whole matrix
+need communication. If columns are sharded (a row-parallel layer), row sums do: one number per row.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,64 +12,72 @@ import torch.distributed as dist
 from torch import Tensor
 
 from angular_muown.distributed.collectives import all_reduce
-from angular_muown.distributed.mesh import Team, is_sharded, local, team_of
-from angular_muown.stages.reductions import Whole
+from angular_muown.distributed.mesh import RankGroup, is_sharded, local, ranks_along
+from angular_muown.stages.reductions import Reductions
 
 
 @dataclass(frozen=True)
-class Parts(Whole):
+class ShardedReductions(Reductions):
     sides: tuple[int, int]  # m and n of the whole matrices
-    row_teams: tuple[Team, ...]  # hold other columns of our rows
-    column_teams: tuple[Team, ...]
+    row_groups: tuple[RankGroup, ...]  # hold other columns of this rank's rows
+    column_groups: tuple[RankGroup, ...]  # hold other rows of this rank's columns
 
     def shape(self, X: Tensor) -> tuple[int, int]:
         return self.sides
 
-    def rows(self, X: Tensor) -> Tensor:
-        return total(super().rows(X), self.row_teams)
+    def row_sum(self, X: Tensor) -> Tensor:
+        return sum_over(super().row_sum(X), self.row_groups)
 
-    def columns(self, X: Tensor) -> Tensor:
-        return total(super().columns(X), self.column_teams)
+    def column_sum(self, X: Tensor) -> Tensor:
+        return sum_over(super().column_sum(X), self.column_groups)
 
-    def parts(self, t: Tensor) -> Tensor:
-        return total(t, (*self.row_teams, *self.column_teams))
+    def across_ranks(self, t: Tensor) -> Tensor:
+        return sum_over(t, (*self.row_groups, *self.column_groups))
 
-    def plain_row_norm(self, X: Tensor) -> Tensor:
-        # Squares of roots would not be the squares that were summed.
-        return self.rows(X.square()).sqrt() if self.row_teams else super().plain_row_norm(X)
+    def unscaled_row_norm(self, X: Tensor) -> Tensor:
+        # Squaring local norms again would lose digits: sum the squares instead.
+        return self.row_sum(X.square()).sqrt() if self.row_groups else super().unscaled_row_norm(X)
 
-    def row_largest(self, X: Tensor) -> Tensor:
-        found = super().row_largest(_filled(X, -1))
-        return total(found, self.row_teams, largest=True)
+    def row_max(self, X: Tensor) -> Tensor:
+        return max_over(super().row_max(_at_least_one(X, -1)), self.row_groups)
 
-    def largest(self, X: Tensor) -> Tensor:
-        found = _filled(self.row_largest(X), -2).amax(dim=-2, keepdim=True)
-        return total(found, self.column_teams, largest=True)
+    def max(self, X: Tensor) -> Tensor:
+        largest = _at_least_one(self.row_max(X), -2).amax(dim=-2, keepdim=True)
+        return max_over(largest, self.column_groups)
 
 
-def _filled(X: Tensor, dim: int) -> Tensor:
-    """Nothing has no largest entry; a zero is as good."""
+def _at_least_one(X: Tensor, dim: int) -> Tensor:
+    """amax over an empty dimension is undefined; use 0."""
     shape = list(X.shape)
     shape[dim] = 1
     return X if X.shape[dim] else X.new_zeros(shape)
 
 
-def total(t: Tensor, teams: Iterable[Team], largest: bool = False) -> Tensor:
-    """The sum (or the largest) over the teams, one after the other; the same bits on every rank."""
-    for team in teams:
-        if team.acts:
+def sum_over(t: Tensor, rank_groups: Iterable[RankGroup]) -> Tensor:
+    """Sum t over one rank group after the other. Every rank gets the same bits."""
+    return _reduce(t, rank_groups, dist.ReduceOp.SUM)
+
+
+def max_over(t: Tensor, rank_groups: Iterable[RankGroup]) -> Tensor:
+    return _reduce(t, rank_groups, dist.ReduceOp.MAX)
+
+
+def _reduce(t: Tensor, rank_groups: Iterable[RankGroup], op: dist.ReduceOp.RedOpType) -> Tensor:
+    for rank_group in rank_groups:
+        if rank_group.communicates:
             t = t.contiguous()
-            op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-            all_reduce(t, team, op)
+            all_reduce(t, rank_group, op)
     return t
 
 
-def somewhere(flags: Sequence[bool], params: Sequence[Tensor]) -> list[bool]:
-    """For each flag, whether it is true on any rank that holds parts of these parameters. A rank on
-    which all of them are true does not wait for the others."""
-    found = torch.tensor(flags, dtype=torch.float32)
+def any_rank(flags: Sequence[bool], params: Sequence[Tensor]) -> list[bool]:
+    """For each flag, True if it is true on any rank that holds parts of these parameters.
+
+    A rank on which all flags are true does not wait for the others.
+    """
+    result = torch.tensor(flags, dtype=torch.float32)
     meshes = {p.device_mesh: local(p).device for p in params if is_sharded(p)}
     for mesh, device in meshes.items():
-        teams = [team_of(mesh, [i]) for i in range(mesh.ndim)]
-        found = total(found.to(device), teams, largest=True)
-    return list(flags) if all(flags) else found.bool().tolist()
+        rank_groups = [ranks_along(mesh, [i]) for i in range(mesh.ndim)]
+        result = max_over(result.to(device), rank_groups)
+    return list(flags) if all(flags) else result.bool().tolist()

@@ -1,8 +1,8 @@
-"""Sharing: the steps of parameters that lie over ranks, from the plan to the last round.
+"""The exchange session: steps that ranks share, from the plan to the last round.
 
-Every rank goes through the same collectives whatever its gradients: sizes follow from shapes
-alone, and a parameter without a gradient takes part with zeros and stays as it is. So ranks that
-disagree get an error; none of them waits for ever.
+Every rank goes through the same collectives whether or not it has gradients: their sizes follow
+from shapes alone, and a parameter without a gradient takes part with zeros and keeps its values.
+Ranks that disagree therefore get an error, and none of them hangs.
 """
 
 from collections import defaultdict
@@ -13,199 +13,198 @@ import torch.distributed as dist
 from torch import Tensor
 
 from angular_muown.distributed.agreement import Agreement
-from angular_muown.distributed.assignment import Assignment, ExchangePlan, Job
-from angular_muown.distributed.exchange import Journey, Road, Work
+from angular_muown.distributed.assignment import Assignment, ExchangePlan, MatrixTask
+from angular_muown.distributed.exchange import Exchange, PausedStack, SharedParameter
 from angular_muown.distributed.mesh import (
-    Spread,
-    Team,
+    RankGroup,
+    Sharding,
     has_ranks,
     is_sharded,
     local,
-    spread_of,
-    team_of,
-    team_of_group,
+    rank_group_of,
+    ranks_along,
+    sharding_of,
 )
-from angular_muown.distributed.reductions import Parts
+from angular_muown.distributed.reductions import ShardedReductions
 from angular_muown.kernels.coverage import runs_on
 from angular_muown.params.layout import Layout
 from angular_muown.params.options import Group, parameter_names, seed
-from angular_muown.params.stacks import Piece, Stack, kind_of
-from angular_muown.stages.orthogonalize import SUMMABLE, polar_of_parts
-from angular_muown.stages.tangent import Free
-from angular_muown.update import Equation, Observer, Recipe, finish, update
+from angular_muown.params.stacks import MatrixView, Stack, kind_of
+from angular_muown.stages.orthogonalize import Iteration
+from angular_muown.update import Observer, Recipe, resume, update
 
 
-class Sharing:
-    """Parameters with the same ranks inside a copy and the same copies."""
+class ExchangeGroup:
+    """Parameters that are sharded over the same ranks, with copies on the same ranks."""
 
-    def __init__(self, works: Sequence[Work]) -> None:
-        self.key = key_of(works)
-        self.spread = works[0].spread  # teams are the same for all, windows are not
-        found = [(job, number) for number, work in enumerate(works) for job in jobs_of(work)]
-        self.numbers = [number for _, number in found]  # the work of each job
-        # Not of the parts, which differ: all ranks have to find the same rounds.
-        sizes = [works[number].group["workspace"] * job.bytes for job, number in found]
-        places, copies = self.spread.inside.size, self.spread.replicas.size
-        jobs = tuple(job for job, _ in found)
-        self.plan = Assignment(jobs, places, copies, int(sum(sizes) / places))
-        self.agreement = Agreement(self.spread.everyone, works)
+    def __init__(self, members: Sequence[SharedParameter]) -> None:
+        self.key = key_of(members)
+        self.sharding = members[0].sharding  # rank groups are equal for all, windows are not
+        numbered = [(task, k) for k, shared in enumerate(members) for task in tasks_of(shared)]
+        self.member_of = [k for _, k in numbered]  # by task
+        # By whole matrices, not by parts, which differ: all ranks must plan the same rounds.
+        sizes = [members[k].group["workspace"] * task.bytes for task, k in numbered]
+        places, copies = self.sharding.shards.size, self.sharding.replicas.size
+        tasks = tuple(task for task, _ in numbered)
+        self.plan = Assignment(tasks, places, copies, int(sum(sizes) / places))
+        self.agreement = Agreement(self.sharding.everyone, members)
 
-    def run(self, works: Sequence[Work], observers: Sequence[Observer]) -> None:
-        work_of = [works[number] for number in self.numbers]
-        pieces = [single for work in works for single in singles(work)]
+    def run(self, members: Sequence[SharedParameter], observers: Sequence[Observer]) -> None:
+        parameter_of = [members[k] for k in self.member_of]
+        views = [view for shared in members for view in views_of(shared)]
         plan = self.plan.moved if observers else self.plan
-        road = Road(self.spread, plan, work_of, observers)
 
-        def start(jobs: list[int]) -> list[tuple[Stack, list[int], Equation]]:
-            found = list(self._stacks(jobs, pieces, work_of))
-            works = [work_of[ids[0]] for _, ids in found]
+        def start(tasks: list[int]) -> list[PausedStack]:
+            stacks = list(self._stacks(tasks, views, parameter_of))
             return [
-                (stack, ids, update(stack, work.recipe, work.group))
-                for (stack, ids), work in zip(found, works, strict=True)
+                (stack, ids, update(stack, parameter_of[ids[0]].recipe, parameter_of[ids[0]].group))
+                for stack, ids in stacks
             ]
 
-        for _, ids, equation in start(plan.summed):
+        for stack, ids, equation in start(plan.summed):
             X, _ = next(equation)
-            job, work = self.plan.jobs[ids[0]], work_of[ids[0]]
-            sums = sums_of(work, (job.m, job.n))
-            finish(equation, polar_of_parts(work.recipe.orthogonalize, X, sums))
-        travel(road, start)
+            iteration = parameter_of[ids[0]].recipe.orthogonalize
+            assert isinstance(iteration, Iteration), "`may_sum` holds for iterations alone"
+            resume(equation, iteration.of_part(X, stack.reductions))
+        Exchange(self.sharding, plan, parameter_of, observers, start).run_rounds()
 
     def _stacks(
-        self, jobs: list[int], pieces: list[Piece], work_of: list[Work]
+        self, tasks: list[int], views: list[MatrixView], parameter_of: list[SharedParameter]
     ) -> Iterator[tuple[Stack, list[int]]]:
-        """As `views.stacks`, with an order and a choice that are the same on every rank."""
-        groups: dict[Any, list[int]] = defaultdict(list)
-        for i in jobs:
-            parts = self.plan.jobs[i].parts
-            groups[work_of[i].index, parts, kind_of(pieces[i])].append(i)
-        for ids in groups.values():
-            work, sides = work_of[ids[0]], pieces[ids[0]].sides
-            stack = [pieces[i] for i in ids]
-            yield Stack(stack, work.group["maximize"], work.noise, sums_of(work, sides)), ids
+        """As `stacks.stacks`, with an order and a choice that are the same on every rank."""
+        kinds: dict[Any, list[int]] = defaultdict(list)
+        for i in tasks:
+            kinds[parameter_of[i].index, self.plan.tasks[i].parts, kind_of(views[i])].append(i)
+        for ids in kinds.values():
+            shared = parameter_of[ids[0]]
+            sharding, sides = shared.sharding, views[ids[0]].sides
+            over = ShardedReductions(sides, sharding.row_groups, sharding.column_groups)
+            members = [views[i] for i in ids]
+            yield Stack(members, shared.group["maximize"], shared.noise, over), ids
 
 
-def travel(road: Road, start: Any) -> None:
-    """Depart a round ahead, and finish a round behind what the owners work on."""
-    before, now = None, None
-    for jobs in (*road.plan.rounds, None, None):
-        ahead = None if jobs is None else Journey(road, jobs, start(jobs)).depart()
-        if now is not None:
-            now.work()
-        if before is not None:
-            before.arrive()
-        before, now = now, ahead
+def views_of(shared: SharedParameter) -> Iterator[MatrixView]:
+    """The matrices of a parameter one by one, in the order of `tasks_of`."""
+    for view in shared.opened.views(shared.recipe.state_names):
+        yield from view.per_matrix
 
 
-def sums_of(work: Work, sides: tuple[int, int]) -> Parts:
-    return Parts(sides, work.spread.row_teams, work.spread.column_teams)
-
-
-def singles(work: Work) -> Iterator[Piece]:
-    for piece in work.leaf.pieces(work.recipe.rows):
-        yield from piece.singles
-
-
-def jobs_of(work: Work) -> list[Job]:
-    """The matrices of a parameter, in the order of `singles`."""
-    layout, spread = work.layout, work.spread
-    m, n = spread.window.m, spread.window.n
-    count = layout.canonical(local(work.parameter)).shape[0]
-    plain = type(work.recipe.tangent) is Free
-    summable = plain and work.recipe.orthogonalize in SUMMABLE
-    found = []
-    for b, block in enumerate(layout.grid(m, n)):
-        parts = spread.parts_of(block)
-        for e in range(count):
-            name = f"{work.name}[{b}, {e}]"
-            width, operands = work.wire.itemsize, 1 if plain else 2
-            found.append(Job(name, block.m, block.n, parts, width, operands, summable))
-    return found
-
-
-def key_of(works: Sequence[Work]) -> Any:
-    """What a plan depends on."""
+def tasks_of(shared: SharedParameter) -> list[MatrixTask]:
+    """The matrices of a parameter, block by block."""
+    layout, sharding = shared.layout, shared.sharding
+    count = layout.canonical(local(shared.parameter)).shape[0]
+    width = shared.wire_dtype.itemsize
+    operands = 2 if shared.recipe.tangent.needs_directions else 1
     return [
-        (
-            (work.name, work.parameter.shape, work.parameter.dtype),
-            work.spread,
-            work.layout,
-            work.wire,
-            work.recipe.orthogonalize,
-            type(work.recipe.tangent) is Free,
-            work.group["workspace"],
+        MatrixTask(
+            f"{shared.name}[{b}, {e}]",
+            block.m,
+            block.n,
+            sharding.parts_of(block),
+            width,
+            operands,
+            may_sum=shared.iterates,
         )
-        for work in works
+        for b, block in enumerate(layout.grid(sharding.window.m, sharding.window.n))
+        for e in range(count)
     ]
 
 
-def holders_of_copies(p: Tensor, process_group: Any) -> Team | None:
-    """Ranks that share the work on a plain parameter, because they all have it."""
+def key_of(members: Sequence[SharedParameter]) -> Any:
+    """Everything that a plan depends on."""
+    return [
+        (
+            (shared.name, shared.parameter.shape, shared.parameter.dtype),
+            shared.sharding,
+            shared.layout,
+            shared.wire_dtype,
+            shared.recipe.orthogonalize,
+            shared.recipe.tangent.needs_directions,
+            shared.group["workspace"],
+        )
+        for shared in members
+    ]
+
+
+def holders_of_copies(p: Tensor, process_group: Any) -> RankGroup | None:
+    """Ranks that share the work on a plain parameter because each has a copy of it."""
     if process_group is False or not has_ranks():
         return None
     if process_group is None and runs_on(p.device):
-        return None  # by kernels every rank steps its copy faster than it could fetch the result
-    team = team_of_group(dist.group.WORLD if process_group is None else process_group)
-    return team if team.size > 1 else None
+        return None  # the kernels step a copy faster than its result could be fetched
+    rank_group = rank_group_of(dist.group.WORLD if process_group is None else process_group)
+    return rank_group if rank_group.size > 1 else None
 
 
-def plan_of(works: Sequence[Work]) -> ExchangePlan:
-    return ExchangePlan([sharing.plan for sharing, _ in Exchanges().of(works)])
+def plan_of(shared: Sequence[SharedParameter]) -> ExchangePlan:
+    return ExchangePlan([group.plan for group, _ in ExchangeSession().groups_of(shared)])
 
 
-def teams_of(p: Tensor, process_group: Any) -> Sequence[Team]:
+def rank_groups_of(p: Tensor, process_group: Any) -> Sequence[RankGroup]:
     """Ranks that own other matrices of p than this one."""
     if is_sharded(p):
-        return [team_of(p.device_mesh, [i]) for i in range(p.device_mesh.ndim)]
-    team = holders_of_copies(p, process_group)
-    return () if team is None else (team,)
+        return [ranks_along(p.device_mesh, [i]) for i in range(p.device_mesh.ndim)]
+    rank_group = holders_of_copies(p, process_group)
+    return () if rank_group is None else (rank_group,)
 
 
-class Exchanges:
-    """All of an optimizer. Holds nothing that a step needs to be right; never saved."""
+class ExchangeSession:
+    """All exchange groups of an optimizer.
+
+    It caches plans and is never saved: a step is correct without it.
+    """
 
     def __init__(self) -> None:
-        self.known: dict[Any, Sharing] = {}
-        self.teams: list[tuple[int, ...]] = []  # ranks that shared the last step
-        # by group and place in it
-        self.places: dict[tuple[int, int], tuple[Any, Spread | None]] = {}
-        self.alike: dict[Any, Spread | None] = {}  # one for all parameters that lie the same way
+        self.groups: dict[Any, ExchangeGroup] = {}
+        self.ranks: list[tuple[int, ...]] = []  # each set of ranks that shared the last step
+        # by group and position in it: what the sharding depends on, and the sharding
+        self.cached: dict[tuple[int, int], tuple[Any, Sharding | None]] = {}
+        self.by_placement: dict[Any, Sharding | None] = {}  # one for all equal placements
 
-    def works(self, group: Group, index: int, recipe: Recipe, process_group: Any) -> list[Work]:
-        """The parameters of a group that lie over ranks, or that ranks have copies of."""
-        layout, found = Layout.of(group), []
+    def shared(
+        self, group: Group, index: int, recipe: Recipe, process_group: Any
+    ) -> list[SharedParameter]:
+        """Return the group's parameters that are sharded, or that ranks hold copies of."""
+        layout, result = Layout.of(group), []
         names = parameter_names(group, index)
         for at, (p, name) in enumerate(zip(group["params"], names, strict=True)):
-            team = None if is_sharded(p) else holders_of_copies(p, process_group)
-            if (team is None and not is_sharded(p)) or p.ndim < 2:  # flattened: refused later
+            copies = None if is_sharded(p) else holders_of_copies(p, process_group)
+            if (copies is None and not is_sharded(p)) or p.ndim < 2:  # flattened: refused later
                 continue
-            place = (p.device_mesh, p.placements) if is_sharded(p) else (team,)
+            place = (p.device_mesh, p.placements) if is_sharded(p) else (copies,)
             key = (layout, p.shape, *place)
-            known = self.places.get((index, at))
-            if known is None or known[0] != key:
-                alike = (*key, local(p).shape)
-                if alike not in self.alike:
-                    self.alike[alike] = spread_of(p, layout, team, name)
-                known = self.places[index, at] = (key, self.alike[alike])
-            if known[1] is not None:
-                found.append(Work(name, p, known[1], layout, recipe, group, index, seed(group)))
-        return found
+            cached = self.cached.get((index, at))
+            if cached is None or cached[0] != key:
+                placement = (*key, local(p).shape)
+                if placement not in self.by_placement:
+                    self.by_placement[placement] = sharding_of(p, layout, copies, name)
+                cached = self.cached[index, at] = (key, self.by_placement[placement])
+            if cached[1] is not None:
+                member = SharedParameter(
+                    name, p, cached[1], layout, recipe, group, index, seed(group)
+                )
+                result.append(member)
+        return result
 
-    def of(self, works: Sequence[Work]) -> Iterator[tuple[Sharing, list[Work]]]:
-        groups: dict[Any, list[Work]] = defaultdict(list)
-        for work in works:
-            groups[work.spread.inside, work.spread.replicas].append(work)
-        for teams, members in groups.items():
-            known = self.known.get(teams)
-            if known is None or known.key != key_of(members):
-                known = self.known[teams] = Sharing(members)
-            yield known, members
+    def groups_of(
+        self, shared: Sequence[SharedParameter]
+    ) -> Iterator[tuple[ExchangeGroup, list[SharedParameter]]]:
+        by_ranks: dict[Any, list[SharedParameter]] = defaultdict(list)
+        for one in shared:
+            by_ranks[one.sharding.shards, one.sharding.replicas].append(one)
+        for ranks, members in by_ranks.items():
+            group = self.groups.get(ranks)
+            if group is None or group.key != key_of(members):
+                group = self.groups[ranks] = ExchangeGroup(members)
+            yield group, members
 
-    def check(self, works: Sequence[Work], groups: Sequence[Group], observed: bool) -> None:
-        """Whether the ranks are about to do the same."""
-        for sharing, members in self.of(works):
-            sharing.agreement.check(members, groups, observed)
+    def check(
+        self, shared: Sequence[SharedParameter], groups: Sequence[Group], observed: bool
+    ) -> None:
+        """Raise if the ranks are not about to take the same step."""
+        for group, members in self.groups_of(shared):
+            group.agreement.check(members, groups, observed)
 
-    def run(self, works: Sequence[Work], observers: Sequence[Observer] = ()) -> None:
-        for sharing, members in self.of(works):
-            sharing.run(members, observers)
+    def update(self, shared: Sequence[SharedParameter], observers: Sequence[Observer] = ()) -> None:
+        for group, members in self.groups_of(shared):
+            group.run(members, observers)

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from angular_muown.kernels import columns
 from angular_muown.kernels.columns import ROW_STATE
-from angular_muown.kernels.polar_chain import TILE, Triple
+from angular_muown.kernels.polar_chain import TILE
 from angular_muown.params.layout import Layout
-from angular_muown.stages import orthogonalize as polar
 from angular_muown.stages.charts import Flat, Oblique, WeightNorm
 from angular_muown.stages.normalize import AsIs, RowSecondMoment
+from angular_muown.stages.orthogonalize import Iteration, Orthogonalizer
 from angular_muown.stages.radius import Adam, Fixed, LogAdam
 from angular_muown.stages.tangent import Free
 from angular_muown.update import Recipe
@@ -33,11 +33,6 @@ CHARTS: dict[type, int] = {
     WeightNorm: columns.WEIGHT_NORM,
 }
 RADII: dict[type, int] = {Fixed: columns.FIXED, Adam: columns.ADAM, LogAdam: columns.LOG_ADAM}
-ITERATIONS: dict[Any, tuple[tuple[Triple, ...], float]] = {
-    polar.polar_express: (polar.POLAR_EXPRESS, polar.POLAR_EXPRESS_MARGIN),
-    polar.gram: (polar.POLAR_EXPRESS, polar.POLAR_EXPRESS_MARGIN),
-    polar.newton_schulz: (polar.QUINTIC, 1.0),
-}
 
 
 @cache
@@ -53,9 +48,14 @@ def knows(recipe: Recipe) -> bool:
         type(recipe.chart) in CHARTS
         and type(recipe.radius) in RADII
         and type(recipe.normalize) in (AsIs, RowSecondMoment)
-        and recipe.orthogonalize in ITERATIONS
+        and _is_covered(recipe.orthogonalize)
         and type(recipe.tangent) is Free
     )
+
+
+def _is_covered(polar: Orthogonalizer) -> bool:
+    # The kernels complete the square of every step, so its quadratic term must not vanish.
+    return type(polar) is Iteration and all(c != 0 for _, _, c in polar.coefficients)
 
 
 @cache

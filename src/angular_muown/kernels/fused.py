@@ -24,9 +24,9 @@ from angular_muown.kernels.columns import (
     SEED,
     STEP,
 )
-from angular_muown.kernels.coverage import ITERATIONS, covers, is_plain, knows
+from angular_muown.kernels.coverage import covers, is_plain, knows
 from angular_muown.kernels.launch import Batch, Choices, Chunk, divide, launch, record
-from angular_muown.kernels.pointers import Mailbox, Where, dtypes_of, table, where
+from angular_muown.kernels.pointers import PinnedRing, Where, dtypes_of, table, where
 from angular_muown.kernels.polar_chain import SCALE, allocate, chain_for
 from angular_muown.params.layout import Layout
 from angular_muown.params.rounding import hash_seed
@@ -62,7 +62,7 @@ class FusedStep:
         self.lines = torch.empty_like(self.known.fixed, device=self.device)
         size = NUMBERS * len(self.batches) + 2 * len(self.known.owner)
         self.values = torch.empty(size, dtype=torch.float32, device=self.device)
-        self.addresses, self.numbers = Mailbox(self.lines), Mailbox(self.values)
+        self.addresses, self.numbers = PinnedRing(self.lines), PinnedRing(self.values)
         self.seen: Where | None = None
         self.recorded: list[Tensor] = []  # lines that graphs of the user read at every replay
         self.spares: list[Tensor] = []  # where further such graphs may read theirs
@@ -80,33 +80,33 @@ class FusedStep:
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def _batches(self) -> tuple[list[Batch], float]:
-        triples, margin = ITERATIONS[self.choices.iteration]
+        iteration = self.choices.iteration
         batches, start = [], 0
         for kind, count in self.known.kinds.items():
-            chain = chain_for(kind[0], kind[1], triples)
+            chain = chain_for(kind[0], kind[1], iteration)
             places = allocate(kind[0], kind[1], chain)
             batches.append(Batch(kind, start, count, chain, places))
             start += count
-        return batches, margin
+        return batches, iteration.margin
 
     @property
-    def lane(self) -> int:
+    def stream(self) -> int:
         """float16 words of a lane's part of the work buffer."""
         return max(batch.chunk(self.room) * batch.words for batch in self.batches)
 
     @property
     def workspace(self) -> int:
-        return self.room.lanes * self.lane
+        return self.room.streams * self.stream
 
     def use(self, work: Tensor) -> None:
         """Lay the chunks out in a buffer of `workspace` words: the longest first, each in the lane
         that has least to do."""
         self.chunks, self.graph = [], None
         ages = self.values[NUMBERS * len(self.batches) :]
-        loads = [0.0] * self.room.lanes
+        loads = [0.0] * self.room.streams
         for cost, index, first, count in sorted(self._pieces(), reverse=True):
-            batch, lane = self.batches[index], loads.index(min(loads))
-            loads[lane] += cost
+            batch, stream = self.batches[index], loads.index(min(loads))
+            loads[stream] += cost
             at = batch.start + first
             self.chunks.append(
                 Chunk(
@@ -118,8 +118,8 @@ class FusedStep:
                     self.lines[at:],
                     self.values[NUMBERS * index :],
                     ages[2 * at :],
-                    work[lane * self.lane :],
-                    lane,
+                    work[stream * self.stream :],
+                    stream,
                     self.room.cublas,
                 )
             )
@@ -169,13 +169,13 @@ class FusedStep:
             for chunk in self.chunks:
                 self._show(chunk, observers)
         elif self.device.type != "cuda" or is_recording():
-            launch(self.chunks, self.device, self.room.lanes)
+            launch(self.chunks, self.device, self.room.streams)
         elif not self.launched:  # compiles, and allocates what libraries allocate at first use
-            launch(self.chunks, self.device, self.room.lanes)
+            launch(self.chunks, self.device, self.room.streams)
             self.launched = True
         else:
             if self.graph is None:
-                self.graph = record(self.chunks, self.device, self.room.lanes)
+                self.graph = record(self.chunks, self.device, self.room.streams)
             self.graph.replay()
 
     def _show(self, chunk: Chunk, observers: Observers) -> None:

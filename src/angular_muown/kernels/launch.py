@@ -26,6 +26,7 @@ from angular_muown.kernels.triton.rows import (
 from angular_muown.params.rounding import DROPPED_BITS
 from angular_muown.stages.charts import chord_angle
 from angular_muown.stages.normalize import RowSecondMoment
+from angular_muown.stages.orthogonalize import Iteration
 from angular_muown.update import Recipe
 
 # Ways to spend it, the fastest first: lanes, and whether cuBLAS computes the products with X. With
@@ -37,21 +38,21 @@ CUBLAS_SHARE = 4  # it is 5 to 10% faster than a kernel of our own: worth a quar
 
 
 @dataclass(frozen=True)
-class Room:
-    lanes: int
+class Budget:
+    streams: int
     words: int  # float16, of each lane
     cublas: bool  # whether cuBLAS computes the products with X; its workspaces count
 
 
-def divide(budget: int, matrices: Sequence[int]) -> Room:
+def divide(budget: int, matrices: Sequence[int]) -> Budget:
     """Room in `budget` bytes for matrices that take so many words each. A matrix must be whole:
     where one lane alone is too small, the budget is exceeded."""
-    for lanes, cublas in WAYS:
-        workspaces = cublas * lanes * CUBLAS_WORKSPACE
-        room = Room(lanes, (budget - workspaces) // (2 * lanes), cublas)
+    for streams, cublas in WAYS:
+        workspaces = cublas * streams * CUBLAS_WORKSPACE
+        room = Budget(streams, (budget - workspaces) // (2 * streams), cublas)
         if CUBLAS_SHARE * workspaces <= budget and max(matrices) <= room.words:
             return room
-    return Room(1, budget // 2, False)
+    return Budget(1, budget // 2, False)
 
 
 # A chunk: some matrices of one kind that pass through the work buffer together.
@@ -73,7 +74,7 @@ class Choices:
     nesterov: bool
     maximize: bool
     noise: bool
-    iteration: Callable[[Tensor], Tensor]
+    iteration: Iteration
 
     def draws(self, dtype: torch.dtype) -> bool:
         """Whether weights of this type are rounded by chance."""
@@ -81,6 +82,7 @@ class Choices:
 
     @staticmethod
     def of(recipe: Recipe, group: dict[str, Any]) -> "Choices":
+        assert isinstance(recipe.orthogonalize, Iteration), "coverage.knows comes first"
         return Choices(
             CHARTS[type(recipe.chart)],
             RADII[type(recipe.radius)],
@@ -113,10 +115,10 @@ class Batch:
         m, n, *_ = self.kind
         return modelled_microseconds(m, n, self.chain) + ROW_BYTES * m * n / BANDWIDTH
 
-    def chunk(self, room: Room) -> int:
+    def chunk(self, room: Budget) -> int:
         """Matrices at a time: as many as fit into a lane, evenly, with something for each lane."""
         fitting = max(1, room.words // self.words)
-        return -(-self.count // max(room.lanes, -(-self.count // fitting)))
+        return -(-self.count // max(room.streams, -(-self.count // fitting)))
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ class Chunk:
     numbers: Tensor  # this kind's scalars
     ages: Tensor  # Adam's bias corrections, from this chunk's first matrix on
     work: Tensor  # this chunk's lane of the buffer
-    lane: int
+    stream: int
     cublas: bool
 
     @cached_property
@@ -217,14 +219,14 @@ def launch(chunks: Sequence[Chunk], device: torch.device, count: int) -> None:
             chunk.run()
         return
     current = torch.cuda.current_stream(device)
-    lanes = [current, *(side_stream(device, f"lane {i}") for i in range(1, count))]
-    for lane in lanes[1:]:
-        lane.wait_stream(current)
+    streams = [current, *(side_stream(device, f"lane {i}") for i in range(1, count))]
+    for stream in streams[1:]:
+        stream.wait_stream(current)
     for chunk in chunks:
-        with torch.cuda.stream(lanes[chunk.lane]):
+        with torch.cuda.stream(streams[chunk.stream]):
             chunk.run()
-    for lane in lanes[1:]:
-        current.wait_stream(lane)
+    for stream in streams[1:]:
+        current.wait_stream(stream)
 
 
 def record(chunks: Sequence[Chunk], device: torch.device, count: int) -> torch.cuda.CUDAGraph:

@@ -52,7 +52,7 @@ def where(params: Sequence[Tensor], states: Sequence[dict[str, Any]]) -> Where:
     )
 
 
-class Piece(NamedTuple):
+class MatrixOffsets(NamedTuple):
     """Matrices of one shape in a parameter: element offsets, and strides between rows."""
 
     m: int
@@ -64,7 +64,7 @@ class Piece(NamedTuple):
 
 
 @cache
-def pieces(shape: torch.Size, layout: Layout) -> tuple[Piece, ...]:
+def pieces(shape: torch.Size, layout: Layout) -> tuple[MatrixOffsets, ...]:
     """The layout's own cut, read off tensors without data."""
     weight = torch.empty(shape, device="meta")
     state = torch.empty(layout.vector_shape(weight), device="meta")
@@ -73,7 +73,7 @@ def pieces(shape: torch.Size, layout: Layout) -> tuple[Piece, ...]:
         return tuple(int(t.storage_offset()) + i * t.stride(0) for i in range(t.shape[0]))
 
     return tuple(
-        Piece(W.shape[1], W.shape[2], starts(W), W.stride(1), starts(rows), rows.stride(1))
+        MatrixOffsets(W.shape[1], W.shape[2], starts(W), W.stride(1), starts(rows), rows.stride(1))
         for W, rows in zip(layout.cut(weight), layout.cut_vector(state), strict=True)
     )
 
@@ -130,7 +130,7 @@ def table(params: Sequence[Tensor], states: Sequence[dict[str, Any]], layout: La
 PLACES = 32  # letters on their way; the host waits when it is that many steps ahead
 
 
-class Mailbox:
+class PinnedRing:
     """The device reads pinned memory by itself while the host goes on. It is pinned once: pinned
     for every step, it would be new memory each time while the device is some steps behind, and to
     pin it is a call to the driver."""

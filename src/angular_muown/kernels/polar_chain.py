@@ -13,7 +13,8 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
-Triple = tuple[float, float, float]
+from angular_muown.stages.orthogonalize import Iteration, Triple
+
 TILE = 128
 # The iterate is kept as 16 X, so that entries of X X^T (1e-6 for large matrices) stay above the
 # smallest normal number of float16, 6e-5. Coefficients are divided accordingly.
@@ -114,17 +115,22 @@ def modelled_microseconds(m: int, n: int, chain: Sequence[Product]) -> float:
 
 
 @cache
-def chain_for(m: int, n: int, triples: tuple[Triple, ...]) -> tuple[Product, ...]:
-    """The ordinary iteration or its Gram form, whichever costs less.
+def chain_for(m: int, n: int, iteration: Iteration) -> tuple[Product, ...]:
+    """Return the products of an iteration: in the ordinary form or in the Gram form.
+
+    The cheaper one is taken, unless `iteration.gram` fixes the choice.
 
     What rounding does to A grows with every step between two fresh ones, most at the first step,
     whose factor is 8. A single step and then pairs stay below the error of the ordinary iteration
     in bfloat16 on every spectrum that was tried; three steps from one A do not
     (docs/performance.md).
     """
+    triples = iteration.coefficients
     pairs, odd = divmod(len(triples) - 1, 2)
     forms = [(1,) * len(triples), (1,) + (2,) * pairs + (1,) * odd]
     chains = [tuple(products(triples, form)) for form in forms]
+    if iteration.gram:
+        return chains[iteration.takes_gram_form(m, n)]
     return min(chains, key=lambda chain: modelled_microseconds(m, n, chain))
 
 

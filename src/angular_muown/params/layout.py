@@ -20,7 +20,7 @@ Cut = int | Sequence[int]
 Interval = tuple[int, int]
 
 
-class Window(NamedTuple):
+class Slice2D(NamedTuple):
     """Which rows and columns of matrices (m, n) a part has."""
 
     rows: Interval
@@ -32,14 +32,14 @@ class Window(NamedTuple):
     def size(self) -> int:
         return (self.rows[1] - self.rows[0]) * (self.columns[1] - self.columns[0])
 
-    def of_block(self, block: "Window") -> "Window":
+    def of_block(self, block: "Slice2D") -> "Slice2D":
         """What of a block of those matrices is in the part, counted from the block's corner."""
         rows = _overlap(block.rows, self.rows)
         columns = _overlap(block.columns, self.columns)
-        return Window(rows, columns, block.m, block.n)
+        return Slice2D(rows, columns, block.m, block.n)
 
 
-def spans(name: str) -> tuple[bool, bool]:
+def vector_axes(name: str) -> tuple[bool, bool]:
     """Whether a state vector has an entry for every row, for every column. Its name says so:
     "column_..." has one per column, "matrix_..." one for a whole matrix, any other one per row."""
     return not name.startswith(("column_", "matrix_")), name.startswith("column_")
@@ -109,41 +109,43 @@ class Layout:
             return "count"
         return "columns" if (matrix == 1) != self.transposed else "rows"
 
-    def window(self, ranges: Sequence[Interval], shape: Sequence[int]) -> Window:
+    def window(self, ranges: Sequence[Interval], shape: Sequence[int]) -> Slice2D:
         """The part of a parameter's matrices that lies in these ranges of its dimensions."""
         first, second = (0, 1) if self.view == "conv" else (-2, -1)
         unit = prod(shape[2:]) if self.view == "conv" else 1
         start, stop = ranges[second]
         found = [(ranges[first], shape[first]), ((start * unit, stop * unit), shape[second] * unit)]
         (rows, m), (columns, n) = reversed(found) if self.transposed else found
-        return Window(rows, columns, m, n)
+        return Slice2D(rows, columns, m, n)
 
     def sides(self, shape: Sequence[int]) -> tuple[int, int]:
         """Rows and columns of a parameter's matrices, before they are cut into blocks."""
         whole = self.window([(0, size) for size in shape], shape)
         return whole.m, whole.n
 
-    def grid(self, m: int, n: int) -> list[Window]:
+    def grid(self, m: int, n: int) -> list[Slice2D]:
         """The blocks of an m x n matrix, in the order of the pieces of `cut` with a window."""
         rows, columns = block_sizes(m, self.blocks), block_sizes(n, self.column_blocks)
         return [
-            Window(a, b, a[1] - a[0], b[1] - b[0])
+            Slice2D(a, b, a[1] - a[0], b[1] - b[0])
             for a in _intervals(rows)
             for b in _intervals(columns)
         ]
 
-    def cut(self, t: Tensor, window: Window | None = None) -> list[Tensor]:
+    def cut(self, t: Tensor, window: Slice2D | None = None) -> list[Tensor]:
         """The matrices of a parameter, gradient or momentum: views of (count, m_i, n_i); or the
         parts of them that lie in a window, which is all of t. Parts may be empty."""
         return self._cut(self.canonical(t), True, True, window)
 
-    def cut_vector(self, t: Tensor, name: str = "", window: Window | None = None) -> list[Tensor]:
+    def cut_vector(self, t: Tensor, name: str = "", window: Slice2D | None = None) -> list[Tensor]:
         """The same cut of a state vector: where it does not span the rows (columns), it has one
         row (column) for each block."""
         X = t.unsqueeze(0) if t.ndim == 2 else t.flatten(0, -3)
-        return self._cut(X, *spans(name), window)
+        return self._cut(X, *vector_axes(name), window)
 
-    def _cut(self, X: Tensor, by_row: bool, by_column: bool, window: Window | None) -> list[Tensor]:
+    def _cut(
+        self, X: Tensor, by_row: bool, by_column: bool, window: Slice2D | None
+    ) -> list[Tensor]:
         if self.blocks == 1 and self.column_blocks == 1:  # nearly every parameter: spare the host
             return [X]
         count, m, n = X.shape
@@ -166,7 +168,7 @@ class Layout:
         """Shape of a state vector that belongs to t: (..., m, number of column blocks) for rows."""
         X = self.canonical(torch.empty(t.shape, device="meta"))
         leading = t.shape[:-2] if self.view == "stack" else ()
-        (by_row, by_column), (rows, columns) = spans(name), self._sizes(X)
+        (by_row, by_column), (rows, columns) = vector_axes(name), self._sizes(X)
         m, n = X.shape[1:]
         return (*leading, m if by_row else len(rows), n if by_column else len(columns))
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from angular_muown import cuda_graph
 from angular_muown.adamw import MOMENTS
-from angular_muown.distributed.mesh import is_sharded, local, spread_like, whole
+from angular_muown.distributed.mesh import is_sharded, local, shard_like, whole
 from angular_muown.params.layout import Layout
 from angular_muown.params.options import (
     Group,
@@ -298,7 +298,7 @@ class Entries:
             kept = {**saved, **{key: own[key] for key in METHOD if key in own}}
             recipes = [optimizer.recipe(group) for group in (saved, kept)]
             self.needed = ("step", "momentum_buffer")
-            self.vectors = tuple(dict.fromkeys(name for r in recipes for name in r.rows))
+            self.vectors = tuple(dict.fromkeys(name for r in recipes for name in r.state_names))
 
     def __call__(self, p: Tensor, label: str, saved: Any) -> State:
         if not isinstance(saved, Mapping):
@@ -358,7 +358,7 @@ class Entries:
         AdamW's moments have the parameter's dtype, as torch makes them."""
         vector = self._is_vector(name)
         if is_sharded(p) and not is_sharded(value):
-            value = spread_like(p, value, self.layout, name if vector else "")
+            value = shard_like(p, value, self.layout, name if vector else "")
         elif is_sharded(value) and not is_sharded(p):
             value = whole(value)
         if not self.matrices and name in MOMENTS:

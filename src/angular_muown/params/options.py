@@ -46,7 +46,7 @@ ENGINE_DEFAULTS: Group = {
 }
 
 
-def plainly(group: Group, defaults: Group, kind: Any) -> Group:
+def normalize_group(group: Group, defaults: Group, kind: Any) -> Group:
     """A copy, so that one plan can serve several optimizers, with names and numbers only. The
     member's name goes along, so that another's state is recognised; a subclass of the user's counts
     as its parent."""

@@ -52,7 +52,7 @@ def hash_seed(seed: Any) -> Any:
     return (seed * 0x9E3779B9 + 0x7F4A7C15) & WORD  # golden-ratio increments keep seeds apart
 
 
-def healed(master: Tensor, weight: Tensor) -> Tensor:
+def reconcile_master(master: Tensor, weight: Tensor) -> Tensor:
     """The master copy. Where the weight is not its rounding, somebody changed it: the weight
     wins."""
     return torch.where(master.to(weight.dtype) == weight, master, weight.to(master.dtype))

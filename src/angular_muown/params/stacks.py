@@ -1,4 +1,4 @@
-"""Views: parameters open for a step, as matrices; matrices of one shape as a stack."""
+"""Stacks: parameters opened for a step as matrices, those of equal shape side by side."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -12,41 +12,43 @@ from torch import Tensor
 from angular_muown.distributed.mesh import local, local_gradient
 from angular_muown.params.layout import Layout
 from angular_muown.params.options import Group, seed
-from angular_muown.params.rounding import DROPPED_BITS, healed, round_stochastically
-from angular_muown.stages.charts import Rows
-from angular_muown.stages.reductions import WHOLE, Whole
+from angular_muown.params.rounding import DROPPED_BITS, reconcile_master, round_stochastically
+from angular_muown.stages.context import State
+from angular_muown.stages.reductions import LOCAL, Reductions
 
 if TYPE_CHECKING:
-    from angular_muown.distributed.mesh import Spread
+    from angular_muown.distributed.mesh import Sharding
 
-# A step makes up to so many float32 copies of a stack, all told (10 to 11.5 for the rivals' on a
-# GPU, benchmarks/step_time.py). With less room than this a GPU would not be filled.
+# A step makes at most this many float32 copies of a stack (10 to 11.5 for Hyperball and
+# MagnitudeDirection on a GPU, benchmarks/step_time.py).
 COPIES = 12
-LEAST_ROOM = 2**24  # elements
+LEAST_ELEMENTS = 2**24  # of a stack: fewer would not fill a GPU
 
 
-class Piece(NamedTuple):
-    """Matrices of one shape out of one parameter: views into its storage and state. Where these
-    lie over ranks, this rank's part of them."""
+class MatrixView(NamedTuple):
+    """Matrices of one shape from one parameter, as views of its storage and state.
+
+    If the parameter is sharded, these are this rank's parts of the matrices.
+    """
 
     parameter: Tensor
     W: Tensor
     G: Tensor
     M: Tensor
-    rows: Rows
-    t: float | Tensor  # the number of this step for Adam, from 1; a tensor if capturable
+    state: State
+    t: float | Tensor  # the number of this step, from 1, for Adam; a tensor if capturable
     sides: tuple[int, int]  # rows and columns of the whole matrices
     corner: tuple[int, int] = (0, 0)  # where this part starts in them
 
     @property
-    def singles(self) -> "list[Piece]":
-        """One matrix each."""
+    def per_matrix(self) -> "list[MatrixView]":
+        """Split into views of one matrix each."""
         return [
             self._replace(
                 W=self.W[i : i + 1],
                 G=self.G[i : i + 1],
                 M=self.M[i : i + 1],
-                rows={name: x[i : i + 1] for name, x in self.rows.items()},
+                state={name: x[i : i + 1] for name, x in self.state.items()},
             )
             for i in range(self.W.shape[0])
         ]
@@ -54,86 +56,92 @@ class Piece(NamedTuple):
 
 @dataclass
 class Stack:
-    """Equal shapes side by side: (count, m, n). One matrix is the stack with one piece."""
+    """Matrices of equal shape side by side, (count, m, n)."""
 
-    pieces: list[Piece]
+    views: list[MatrixView]
     maximize: bool
     noise: int | Tensor | None  # seed of the stochastic write-back; None rounds to nearest
-    sums: Whole = WHOLE
+    reductions: Reductions = LOCAL
     compute: torch.dtype = field(init=False)
 
     def __post_init__(self) -> None:
-        self.compute = torch.promote_types(self.pieces[0].W.dtype, torch.float32)
+        self.compute = torch.promote_types(self.views[0].W.dtype, torch.float32)
 
     def _gather(self, parts: Sequence[Tensor]) -> Tensor:
-        """One part is copied only where it is not contiguous: a step writes nothing before its end,
-        and sums along other strides would round otherwise."""
+        """Return the parts as one tensor in the compute dtype.
+
+        A single part is copied only if it is not contiguous: a step writes nothing before its end,
+        but sums along other strides would round differently.
+        """
         X = torch.cat(tuple(parts)) if len(parts) > 1 else parts[0].contiguous()
         return X.to(self.compute)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the whole matrices."""
-        return self.pieces[0].sides
+        """Rows and columns of the whole matrices."""
+        return self.views[0].sides
 
     @property
     def t(self) -> float | Tensor:
-        if not isinstance(self.pieces[0].t, Tensor):
-            return self.pieces[0].t
-        ages = [torch.as_tensor(piece.t).expand(piece.W.shape[0]) for piece in self.pieces]
+        if not isinstance(self.views[0].t, Tensor):
+            return self.views[0].t
+        ages = [torch.as_tensor(view.t).expand(view.W.shape[0]) for view in self.views]
         return torch.cat(ages).view(-1, 1, 1)
 
     @cached_property
     def counts(self) -> list[int]:
-        return [piece.W.shape[0] for piece in self.pieces]
+        return [view.W.shape[0] for view in self.views]
 
     @property
-    def parts(self) -> list[tuple[Tensor, int]]:
-        """Parameters in the stack's order, with their number of matrices."""
-        return [(piece.parameter, piece.W.shape[0]) for piece in self.pieces]
+    def counts_by_parameter(self) -> list[tuple[Tensor, int]]:
+        """Pairs of parameter and number of matrices, in the stack's order."""
+        return [(view.parameter, view.W.shape[0]) for view in self.views]
 
     def gather_W(self) -> Tensor:
-        return self._gather([piece.W for piece in self.pieces])
+        return self._gather([view.W for view in self.views])
 
     def gather_G(self) -> Tensor:
-        G = self._gather([piece.G for piece in self.pieces])
+        G = self._gather([view.G for view in self.views])
         return -G if self.maximize else G
 
     def gather_M(self) -> Tensor:
-        return self._gather([piece.M for piece in self.pieces])
+        return self._gather([view.M for view in self.views])
 
-    def gather_rows(self) -> Rows:
-        names = self.pieces[0].rows
-        return {name: self._gather([piece.rows[name] for piece in self.pieces]) for name in names}
+    def gather_state(self) -> State:
+        names = self.views[0].state
+        return {name: self._gather([view.state[name] for view in self.views]) for name in names}
 
-    def write(self, W: Tensor, M: Tensor, rows: Rows) -> None:
-        """Put results where they belong; the last thing that happens in a step."""
-        dtype = self.pieces[0].W.dtype
+    def write(self, W: Tensor, M: Tensor, state: State) -> None:
+        """Store the results in the parameters and their state, at the end of a step."""
+        dtype = self.views[0].W.dtype
         if self.noise is not None and dtype in DROPPED_BITS:
-            W = round_stochastically(W, dtype, self.noise, self.pieces[0].corner)
-        self._scatter([piece.W for piece in self.pieces], W)
-        self._scatter([piece.M for piece in self.pieces], M)
-        for name, values in rows.items():
-            self._scatter([piece.rows[name] for piece in self.pieces], values)
+            W = round_stochastically(W, dtype, self.noise, self.views[0].corner)
+        self._scatter([view.W for view in self.views], W)
+        self._scatter([view.M for view in self.views], M)
+        for name, values in state.items():
+            self._scatter([view.state[name] for view in self.views], values)
 
-    def _scatter(self, parts: list[Tensor], values: Tensor) -> None:
-        found = values.split(self.counts) if len(parts) > 1 else (values,)
-        pairs = zip(self.pieces, parts, found, strict=True)
-        # A parameter without a gradient stays as it is, although its ranks went through the step.
-        moved = [(to, value) for piece, to, value in pairs if piece.parameter.grad is not None]
+    def _scatter(self, targets: list[Tensor], values: Tensor) -> None:
+        parts = values.split(self.counts) if len(targets) > 1 else (values,)
+        # A parameter without a gradient keeps its values, even if its ranks went through the step.
+        moved = [
+            (target, part)
+            for view, target, part in zip(self.views, targets, parts, strict=True)
+            if view.parameter.grad is not None
+        ]
         if moved:
-            targets, new = zip(*moved, strict=True)
-            torch._foreach_copy_(list(targets), list(new))  # one launch for all of them
+            to, new = zip(*moved, strict=True)
+            torch._foreach_copy_(list(to), list(new))  # one launch for all of them
 
 
 @dataclass
-class Leaf:
+class OpenParameter:
     """A parameter that takes part in this step, with its state, open for reading and writing."""
 
     parameter: Tensor
     state: dict[str, Any]
     layout: Layout
-    spread: "Spread | None" = None  # where others share the work on it
+    sharding: "Sharding | None" = None  # set if ranks share the work
     working: Tensor = field(init=False)
     momentum: Tensor = field(init=False)
 
@@ -142,10 +150,11 @@ class Leaf:
         self.momentum = local(self.state["momentum_buffer"])
         if "master" in self.state:
             master = local(self.state["master"])
-            self.working = healed(master, p).contiguous()  # it would take over the weight's strides
+            # contiguous: torch.where would take over the weight's strides
+            self.working = reconcile_master(master, p).contiguous()
         elif self.layout.view == "matrix" or p.is_contiguous():
             self.working = p
-        else:  # such as a channels_last convolution: matrices of it are no views
+        else:  # such as a channels_last convolution, whose matrices are not views
             self.working = p.contiguous()
 
     @property
@@ -153,29 +162,31 @@ class Leaf:
         return torch.promote_types(self.working.dtype, torch.float32)
 
     @property
-    def age(self) -> float | Tensor:
-        """The number of the step that is under way, which its counter learns of when it is over.
-        As a number if it is on the host; one on the device is not waited for."""
+    def t(self) -> float | Tensor:
+        """The number of the step in progress; its counter advances when the step is over.
+
+        A number if the counter is on the host. The host does not wait for one on the device.
+        """
         t = self.state["step"]
         return (float(t) if t.device.type == "cpu" else t) + 1
 
-    def pieces(self, row_names: tuple[str, ...]) -> Iterator[Piece]:
-        window = self.spread.window if self.spread is not None else None
-        vectors = [(name, local(self.state[name])) for name in row_names]
-        rows = [self.layout.cut_vector(vector, name, window) for name, vector in vectors]
+    def views(self, state_names: tuple[str, ...]) -> Iterator[MatrixView]:
+        window = self.sharding.window if self.sharding is not None else None
+        vectors = [(name, local(self.state[name])) for name in state_names]
+        cut_vectors = [self.layout.cut_vector(vector, name, window) for name, vector in vectors]
         tensors = (self.working, local_gradient(self.parameter), self.momentum)
         grid = self.layout.grid(window.m, window.n) if window is not None else []
         cuts = (self.layout.cut(t, window) for t in tensors)
         for i, (W, G, M) in enumerate(zip(*cuts, strict=True)):
-            own = {name: parts[i] for name, parts in zip(row_names, rows, strict=True)}
+            state = {name: parts[i] for name, parts in zip(state_names, cut_vectors, strict=True)}
             sides, corner = (W.shape[-2], W.shape[-1]), (0, 0)
             if window is not None:
                 part = window.of_block(grid[i])
                 sides, corner = (part.m, part.n), (part.rows[0], part.columns[0])
-            yield Piece(self.parameter, W, G, M, own, self.age, sides, corner)
+            yield MatrixView(self.parameter, W, G, M, state, self.t, sides, corner)
 
     def close(self) -> None:
-        """Where the step worked on something else than the parameter and its state, store it."""
+        """Copy back what the step computed outside the parameter and its state."""
         names = [("momentum_buffer", self.momentum)]
         if "master" in self.state:
             names.append(("master", self.working))
@@ -186,34 +197,37 @@ class Leaf:
                 target.copy_(value)
 
 
-def stacks(leaves: Sequence[Leaf], row_names: tuple[str, ...], group: Group) -> Iterator[Stack]:
-    """Pieces of one shape, dtype, device and age go together, as far as there is room."""
-    kinds: dict[Any, list[Piece]] = defaultdict(list)
-    for leaf in leaves:
-        for piece in leaf.pieces(row_names):
-            kinds[kind_of(piece)].append(piece)
-    elements = sum(leaf.working.numel() for leaf in leaves)
-    room = max(LEAST_ROOM, int(group["workspace"] * elements / COPIES))
-    for pieces in kinds.values():
-        for some in _within(room, pieces):
-            yield Stack(some, group["maximize"], seed(group))
+def stacks(
+    opened: Sequence[OpenParameter], state_names: tuple[str, ...], group: Group
+) -> Iterator[Stack]:
+    """Stack views of one shape, dtype, device and age, as far as the workspace allows."""
+    kinds: dict[Any, list[MatrixView]] = defaultdict(list)
+    for one in opened:
+        for view in one.views(state_names):
+            kinds[kind_of(view)].append(view)
+    elements = sum(one.working.numel() for one in opened)
+    limit = max(LEAST_ELEMENTS, int(group["workspace"] * elements / COPIES))
+    for views in kinds.values():
+        for batch in _batches(limit, views):
+            yield Stack(batch, group["maximize"], seed(group))
 
 
-def _within(room: int, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """In turn, as many as have so few elements, at least one matrix."""
-    some: list[Piece] = []
+def _batches(limit: int, views: Sequence[MatrixView]) -> Iterator[list[MatrixView]]:
+    """Group views in order, each batch with at most `limit` elements or a single matrix."""
+    batch: list[MatrixView] = []
     taken = 0
-    for piece in pieces:
-        for one in piece.singles if piece.W.numel() > room else [piece]:
-            if some and taken + one.W.numel() > room:
-                yield some
-                some, taken = [], 0
-            some.append(one)
+    for view in views:
+        for one in view.per_matrix if view.W.numel() > limit else [view]:
+            if batch and taken + one.W.numel() > limit:
+                yield batch
+                batch, taken = [], 0
+            batch.append(one)
             taken += one.W.numel()
-    if some:
-        yield some
+    if batch:
+        yield batch
 
 
-def kind_of(piece: Piece) -> Any:
-    age = None if isinstance(piece.t, Tensor) else piece.t
-    return (*piece.sides, piece.W.dtype, piece.W.device, age)
+def kind_of(view: MatrixView) -> Any:
+    """A key that is equal for views that can share a stack."""
+    t = None if isinstance(view.t, Tensor) else view.t
+    return (*view.sides, view.W.dtype, view.W.device, t)

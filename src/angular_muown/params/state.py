@@ -18,7 +18,7 @@ def has_state(p: Tensor) -> bool:
     return p.grad is not None or is_sharded(p)
 
 
-def moves_nothing(groups: Sequence[dict[str, Any]], active: Sequence[Sequence[Tensor]]) -> bool:
+def is_state_probe(groups: Sequence[dict[str, Any]], active: Sequence[Sequence[Tensor]]) -> bool:
     """torch's distributed checkpoint makes a fresh optimizer's state by a step with lr = 0 and zero
     gradients. It shall create the state and change nothing: no counter, no weight."""
     if any(float(group["lr"]) != 0 for group in groups):
@@ -29,12 +29,12 @@ def moves_nothing(groups: Sequence[dict[str, Any]], active: Sequence[Sequence[Te
     sharded = [p for group in groups for p in group["params"] if is_sharded(p)]
     if not sharded:
         return not moves
-    from angular_muown.distributed.reductions import somewhere  # only where there are ranks
+    from angular_muown.distributed.reductions import any_rank  # only where there are ranks
 
-    return not somewhere([moves], sharded)[0]
+    return not any_rank([moves], sharded)[0]
 
 
-def made_states(
+def ensure_states(
     known: Mapping[Tensor, dict[str, Any]],
     params: Sequence[Tensor],
     group: dict[str, Any],
@@ -42,7 +42,10 @@ def made_states(
 ) -> list[dict[str, Any]]:
     """One for each parameter, with all that a step needs. Every step asks, and the hash of a tensor
     costs the host more than all the rest of it: hence once."""
-    wanted, master = {"step", *(recipe.rows if recipe else ())}, group["write_back"] == "master"
+    wanted, master = (
+        {"step", *(recipe.state_names if recipe else ())},
+        group["write_back"] == "master",
+    )
     if group["average"] is not None:
         wanted.add("average")
     states = [known[p] for p in params]
@@ -52,7 +55,7 @@ def made_states(
     return states
 
 
-def picked(
+def states_of(
     states: list[dict[str, Any]], owners: Sequence[Tensor], params: Sequence[Tensor]
 ) -> list[dict[str, Any]]:
     """Those of some of the owners."""
@@ -86,7 +89,7 @@ def _init_matrices(
         state["step"] = torch.zeros((), dtype=torch.float32, device=device)
         dtype = getattr(torch, group["state_dtype"]) if group["state_dtype"] else compute
         state["momentum_buffer"] = zeros_like(p, dtype)
-    for name in recipe.rows:
+    for name in recipe.state_names:
         if name not in state:
             state[name] = zero_vector(p, Layout.of(group), name, compute)
     if group["write_back"] == "master" and p.dtype != compute and "master" not in state:

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from angular_muown.stages import reductions
-from angular_muown.stages.reductions import WHOLE, Summing, Whole
-
-Rows = dict[str, Tensor]
+from angular_muown.stages.context import Context
+from angular_muown.stages.reductions import LOCAL, Reductions
 
 
 class Split(NamedTuple):
@@ -37,8 +36,8 @@ def surely_none(mask: Tensor) -> bool:
     return reductions.may_look(mask) and not bool(mask.any())
 
 
-def normalize_rows(X: Tensor, sums: Whole = WHOLE) -> Tensor:
-    return X / nonzero(sums.row_norm(X))
+def normalize_rows(X: Tensor, over: Reductions = LOCAL) -> Tensor:
+    return X / nonzero(over.row_norm(X))
 
 
 def chord_angle(chord: Tensor) -> Tensor:
@@ -47,74 +46,76 @@ def chord_angle(chord: Tensor) -> Tensor:
     return 2 * torch.asin((chord / 2).clamp(max=1))
 
 
-def tangent_part(X: Tensor, U: Tensor, sums: Whole = WHOLE) -> Tensor:
+def tangent_part(X: Tensor, U: Tensor, over: Reductions = LOCAL) -> Tensor:
     """X_i - <X_i, U_i> U_i, for unit rows U_i."""
-    return X - sums.rows(X * U) * U
+    return X - over.row_sum(X * U) * U
 
 
-def polar_coordinates(W: Tensor, G: Tensor, sums: Whole) -> tuple[Tensor, Tensor, Tensor]:
+def polar_coordinates(W: Tensor, G: Tensor, over: Reductions) -> tuple[Tensor, Tensor, Tensor]:
     """Unit rows U, lengths g >= 0 and the radial gradient r_i = <G_i, U_i>.
 
     A row at zero has no direction. It leaves along -G_i, its steepest descent, while Adam grows
     its length from 0: continuous, and at most one learning rate long at the first step.
     """
-    g = sums.row_norm(W)
+    g = over.row_norm(W)
     at_zero = g == 0
     length = g
     if not surely_none(at_zero):
         W = torch.where(at_zero, -G, W)
-        length = nonzero(sums.row_norm(W))
+        length = nonzero(over.row_norm(W))
     U = W / length
-    return U, g, sums.rows(G * U)
+    return U, g, over.row_sum(G * U)
 
 
-class Flat(Summing):
+class Flat:
     """W itself, at the one length g = 1: nothing radial, the whole gradient moves the weight."""
 
-    rows = ()
+    state_names = ()
 
-    def split(self, W: Tensor, G: Tensor, rows: Rows) -> Split:
+    def split(self, W: Tensor, G: Tensor, context: Context) -> Split:
         return Split(W, W.new_ones(()), G, W.new_zeros(()))
 
-    def join(self, at: Split, step: Tensor, g: Tensor, rows: Rows) -> Tensor:
+    def join(self, at: Split, step: Tensor, g: Tensor, context: Context) -> Tensor:
         return g * at.U + step
 
 
-class Oblique(Summing):
+class Oblique:
     """W = Diag(g) U with unit rows: T = g (G - r U), retraction by row normalisation."""
 
-    rows = ()
+    state_names = ()
 
-    def split(self, W: Tensor, G: Tensor, rows: Rows) -> Split:
-        U, g, r = polar_coordinates(W, G, self.sums)
+    def split(self, W: Tensor, G: Tensor, context: Context) -> Split:
+        U, g, r = polar_coordinates(W, G, context.reductions)
         return Split(U, g, g * (G - r * U), r)
 
-    def join(self, at: Split, step: Tensor, g: Tensor, rows: Rows) -> Tensor:
+    def join(self, at: Split, step: Tensor, g: Tensor, context: Context) -> Tensor:
         moved = at.U + step
-        return g * (moved / nonzero(self.sums.plain_row_norm(moved)))
+        return g * (moved / nonzero(context.reductions.unscaled_row_norm(moved)))
 
 
-class WeightNorm(Summing):
+class WeightNorm:
     """W = Diag(g / rho) R with R = rho U: the stored row norm rho divides the angle of a step.
 
     Only rho is stored; R's direction is W's. T = (g / rho)(G - r U), the published code's rule.
     A stored norm of 0 means "not set yet": it starts at the row's length, as R starts at W.
     """
 
-    rows = ("stored_norm",)
+    state_names = ("stored_norm",)
 
-    def split(self, W: Tensor, G: Tensor, rows: Rows) -> Split:
-        U, g, r = polar_coordinates(W, G, self.sums)
-        rows["stored_norm"] = rho = torch.where(rows["stored_norm"] == 0, g, rows["stored_norm"])
+    def split(self, W: Tensor, G: Tensor, context: Context) -> Split:
+        U, g, r = polar_coordinates(W, G, context.reductions)
+        rho = context.state["stored_norm"]
+        rho = context.state["stored_norm"] = torch.where(rho == 0, g, rho)
         return Split(U, g, g / nonzero(rho) * (G - r * U), r)
 
-    def join(self, at: Split, step: Tensor, g: Tensor, rows: Rows) -> Tensor:
-        rho = rows["stored_norm"]
+    def join(self, at: Split, step: Tensor, g: Tensor, context: Context) -> Tensor:
+        rho = context.state["stored_norm"]
         R = rho * at.U + step
         # A row that has not left zero keeps its direction U: R has no length to carry it yet.
         R = torch.where(rho == 0, at.U, R)
-        rows["stored_norm"] = torch.where(rho == 0, rho, self.sums.row_norm(R))
-        return g * normalize_rows(R, self.sums)
+        norm = context.reductions.row_norm(R)
+        context.state["stored_norm"] = torch.where(rho == 0, rho, norm)
+        return g * normalize_rows(R, context.reductions)
 
 
 def row_signs(g: Tensor) -> Tensor:
@@ -146,42 +147,48 @@ def gain_slope(x: Tensor) -> Tensor:
     return 1 / (1 + torch.exp(-(x + GAIN_OF_ONE)))
 
 
-def find_norm(X: Tensor, rows: Rows, sums: Whole) -> Tensor:
+def gains_of(context: Context) -> Tensor:
+    """a_i b_j, from the stored free variables of both."""
+    return gain(context.state["row_gain"]) * gain(context.state["column_gain"])
+
+
+def find_norm(X: Tensor, context: Context) -> Tensor:
     """g. It is stored with a minus sign for a matrix that is on its way to g.
 
     Where X's norm is not g and rounding cannot be the reason, somebody changed the weight: the
     weight wins, and its norm is the new g. A matrix at zero has no norm to keep. It grows, as
     under Muon, until it has the norm of unit rows, sqrt(m).
     """
-    norm, stored = sums.frobenius(X), rows["matrix_norm"]
-    seen = torch.where(norm == 0, torch.full_like(norm, -sqrt(sums.shape(X)[0])), norm)
+    over, stored = context.reductions, context.state["matrix_norm"]
+    norm = over.frobenius(X)
+    seen = torch.where(norm == 0, torch.full_like(norm, -sqrt(over.shape(X)[0])), norm)
     kept = torch.where(stored > 0, (norm - stored).abs() <= ROUNDING * stored, norm < -stored)
-    rows["matrix_norm"] = torch.where(kept, stored, seen)
-    return rows["matrix_norm"].abs()
+    context.state["matrix_norm"] = torch.where(kept, stored, seen)
+    return context.state["matrix_norm"].abs()
 
 
-def land(X: Tensor, g: Tensor, rows: Rows, sums: Whole) -> Tensor:
+def land(X: Tensor, g: Tensor, context: Context) -> Tensor:
     """g X / |X|_F; a matrix on its way to the sphere is left alone until it arrives."""
-    norm = sums.frobenius(X)
-    inside = (rows["matrix_norm"] < 0) & (norm < 1)
-    rows["matrix_norm"] = torch.where(inside, -g, g)
+    norm = context.reductions.frobenius(X)
+    inside = (context.state["matrix_norm"] < 0) & (norm < 1)
+    context.state["matrix_norm"] = torch.where(inside, -g, g)
     return g * torch.where(inside, X, X / nonzero(norm))
 
 
-class Sphere(Summing):
+class Sphere:
     """W = g U with |U|_F = 1: T = G, as Muon's; retraction by normalisation."""
 
-    rows = ("matrix_norm",)
+    state_names = ("matrix_norm",)
 
-    def split(self, W: Tensor, G: Tensor, rows: Rows) -> Split:
-        g = find_norm(W, rows, self.sums)
+    def split(self, W: Tensor, G: Tensor, context: Context) -> Split:
+        g = find_norm(W, context)
         return Split(W / g, g, G, W.new_zeros(()))
 
-    def join(self, at: Split, step: Tensor, g: Tensor, rows: Rows) -> Tensor:
-        return land(at.U + step, g, rows, self.sums)
+    def join(self, at: Split, step: Tensor, g: Tensor, context: Context) -> Tensor:
+        return land(at.U + step, g, context)
 
 
-class GainedSphere(Summing):
+class GainedSphere:
     """W = Diag(a) (g U) Diag(b) with |U|_F = 1 and gains a of the rows, b of the columns.
 
     U is read off W with the stored gains, so a weight that was changed from outside stays as it
@@ -189,15 +196,15 @@ class GainedSphere(Summing):
     A step is meant for a sphere of the paper's radius, sqrt(max(m, n)).
     """
 
-    rows = ("matrix_norm", "row_gain", "column_gain")
+    state_names = ("matrix_norm", "row_gain", "column_gain")
 
-    def split(self, W: Tensor, G: Tensor, rows: Rows) -> Split:
-        gains = gain(rows["row_gain"]) * gain(rows["column_gain"])
+    def split(self, W: Tensor, G: Tensor, context: Context) -> Split:
+        gains = gains_of(context)
         gU = W / gains
-        g = find_norm(gU, rows, self.sums)
+        g = find_norm(gU, context)
         return Split(gU / g, g, gains * G, G * gU)
 
-    def join(self, at: Split, step: Tensor, g: Tensor, rows: Rows) -> Tensor:
-        gains = gain(rows["row_gain"]) * gain(rows["column_gain"])
-        step = step / sqrt(max(self.sums.shape(step)))
-        return gains * land(at.U + step, g, rows, self.sums)
+    def join(self, at: Split, step: Tensor, g: Tensor, context: Context) -> Tensor:
+        gains = gains_of(context)
+        step = step / sqrt(max(context.reductions.shape(step)))
+        return gains * land(at.U + step, g, context)

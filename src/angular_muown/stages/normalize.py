@@ -5,39 +5,39 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from angular_muown.stages.charts import Rows, nonzero
-from angular_muown.stages.reductions import Summing
+from angular_muown.stages.charts import nonzero
+from angular_muown.stages.context import Context
 
 
-class AsIs(Summing):
-    rows = ()
+class AsIs:
+    state_names = ()
 
-    def __call__(self, Q: Tensor, U: Tensor, rows: Rows) -> Tensor:
+    def __call__(self, Q: Tensor, context: Context) -> Tensor:
         return Q
 
 
-class UnitNorm(Summing):
+class UnitNorm:
     """Q / |Q|_F: the learning rate alone is the size of a step."""
 
-    rows = ()
+    state_names = ()
 
-    def __call__(self, Q: Tensor, U: Tensor, rows: Rows) -> Tensor:
-        return Q / nonzero(self.sums.frobenius(Q))
+    def __call__(self, Q: Tensor, context: Context) -> Tensor:
+        return Q / nonzero(context.reductions.frobenius(Q))
 
 
 @dataclass
-class RowSecondMoment(Summing):
+class RowSecondMoment:
     """NorMuon (arXiv 2510.05491): v <- beta v + (1 - beta) mean(Q_i^2); Q_i / sqrt(v_i), then the
     Frobenius norm that Q had. No bias correction: the restored norm cancels a common factor."""
 
     beta: float
-    rows = ("row_second_moment",)
+    state_names = ("row_second_moment",)
 
-    def __call__(self, Q: Tensor, U: Tensor, rows: Rows) -> Tensor:
-        sums = self.sums
-        squares = sums.rows(Q.square()) / sums.shape(Q)[1]
-        v = torch.lerp(squares, rows["row_second_moment"], self.beta)
-        rows["row_second_moment"] = v
+    def __call__(self, Q: Tensor, context: Context) -> Tensor:
+        over = context.reductions
+        squares = over.row_sum(Q.square()) / over.shape(Q)[1]
+        v = torch.lerp(squares, context.state["row_second_moment"], self.beta)
+        context.state["row_second_moment"] = v
         # A row that never got a gradient has v = 0 and Q_i = 0: 0/0 must stay 0.
         scaled = Q / nonzero(v.sqrt())
-        return scaled * (sums.frobenius(Q) / nonzero(sums.frobenius(scaled)))
+        return scaled * (over.frobenius(Q) / nonzero(over.frobenius(scaled)))

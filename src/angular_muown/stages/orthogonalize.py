@@ -1,19 +1,61 @@
-"""Orthogonalizers: the polar factor of (..., m, n), tall or wide, the only step that needs a whole
-matrix. The direction of the input counts, never its size: 1e-30 X and 1e30 X give the same result,
-zero gives zero, and the input is not written."""
+"""Orthogonalizers: the polar factor Q of matrices (..., m, n), tall or wide.
+
+This is the only stage that needs whole matrices. Only the input's direction matters: 1e-30 X and
+1e30 X give the same Q. Zero gives zero. The input is not modified.
+"""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from angular_muown.stages.charts import nonzero
-from angular_muown.stages.reductions import WHOLE, Whole
+from angular_muown.stages.reductions import LOCAL, Reductions
 
 Triple = tuple[float, float, float]
 
-# X <- a X + (b A + c A^2) X with A = X X^T. Polar Express (Amsel et al. 2025, arXiv 2505.16932),
-# five steps for singular values in [1e-3, 1], which come out in [0.863, 1.131].
+GRAM_ASPECT = 2.0  # above it the Gram form takes fewer operations than the ordinary one
+GRAM_RESTART = 2  # iterations between two fresh Gram matrices: rounding grows with every square
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """X <- a X + (b A + c A^2) X with A = X X^T, once for each triple (a, b, c).
+
+    This is the definition. Two executors carry it out: the methods below with torch's products, and
+    the GPU kernels (kernels/polar_chain.py) in float16, with the same steps spelled so that less is
+    lost to rounding. In the Gram form, P = a I + b A + c A^2, X <- P X and A <- P A P: it works on
+    the short side and touches the long side only at a restart and at the end.
+    """
+
+    name: str
+    coefficients: tuple[Triple, ...]
+    margin: float  # the input has Frobenius norm 1/margin
+    # Above GRAM_ASPECT, take the Gram form. False leaves the choice to the executor: the ordinary
+    # form with torch's products, the cheaper one with the kernels.
+    gram: bool = False
+
+    def takes_gram_form(self, m: int, n: int) -> bool:
+        return self.gram and max(m, n) > GRAM_ASPECT * min(m, n)
+
+    def __call__(self, X: Tensor) -> Tensor:
+        iterate = _iterate_gram if self.takes_gram_form(*X.shape[-2:]) else _iterate
+        return _on_short_side(X, lambda Y: iterate(Y, self.coefficients), self.margin)
+
+    def of_part(self, X: Tensor, over: Reductions) -> Tensor:
+        """Return this rank's part of Q for matrices that are sharded along their long side.
+
+        Ranks add up their Gram matrices and keep their parts of X.
+        """
+        total = over.across_ranks
+        return _on_short_side(
+            X, lambda Y: _iterate_gram(Y, self.coefficients, total), self.margin, over
+        )
+
+
+# Amsel et al. 2025, arXiv 2505.16932: five steps for singular values in [1e-3, 1], which end in
+# [0.863, 1.131].
 POLAR_EXPRESS: tuple[Triple, ...] = (
     (8.237312490495555, -23.157747414558198, 16.680568411445915),
     (4.082441999064836, -2.8930477353325887, 0.5252849256975651),
@@ -21,33 +63,14 @@ POLAR_EXPRESS: tuple[Triple, ...] = (
     (3.2982187133085143, -2.4245419810267062, 0.48632008358844075),
     (2.320007312889811, -1.6862169729967622, 0.42068027340235137),
 )
-POLAR_EXPRESS_MARGIN = 1.01  # input at norm 1/1.01: rounding must not leave the interval
-QUINTIC: tuple[Triple, ...] = ((3.4445, -4.7750, 2.0315),) * 5  # Keller Jordan's Muon, 2024
-GRAM_ASPECT = 2.0  # above it the Gram form needs fewer operations than the ordinary one
-GRAM_RESTART = 2  # iterations between two fresh Gram matrices: rounding grows with every square
+POLAR_EXPRESS_MARGIN = 1.01  # rounding must not leave the interval
+# Keller Jordan's Muon, 2024: singular values above about 0.01 of the norm end between 0.7 and 1.2,
+# smaller ones below.
+QUINTIC: tuple[Triple, ...] = ((3.4445, -4.7750, 2.0315),) * 5
 
-
-def polar_express(X: Tensor) -> Tensor:
-    """Five steps of Polar Express: the default."""
-    return _on_short_side(X, lambda X: _iterate(X, POLAR_EXPRESS), POLAR_EXPRESS_MARGIN)
-
-
-def newton_schulz(X: Tensor) -> Tensor:
-    """Five steps of the fixed quintic: singular values above about 0.01 of the norm end between
-    0.7 and 1.2, smaller ones below."""
-    return _on_short_side(X, lambda X: _iterate(X, QUINTIC), 1.0)
-
-
-def gram(X: Tensor) -> Tensor:
-    """Polar Express on the small Gram matrix where the aspect ratio is above 2.
-
-    With A = X X^T and P = a I + b A + c A^2, a step is X <- P X and A <- P A P: all of it happens
-    on the short side, and the long side is touched only at a restart and at the end.
-    """
-    m, n = X.shape[-2:]
-    if max(m, n) <= GRAM_ASPECT * min(m, n):
-        return polar_express(X)
-    return _on_short_side(X, lambda X: _iterate_gram(X, POLAR_EXPRESS), POLAR_EXPRESS_MARGIN)
+polar_express = Iteration("polar_express", POLAR_EXPRESS, POLAR_EXPRESS_MARGIN)
+newton_schulz = Iteration("newton_schulz", QUINTIC, 1.0)
+gram = Iteration("gram", POLAR_EXPRESS, POLAR_EXPRESS_MARGIN, gram=True)
 
 
 def svd(X: Tensor) -> Tensor:
@@ -70,7 +93,8 @@ def svd(X: Tensor) -> Tensor:
     return torch.where(finite, Q, torch.nan).to(X.dtype)
 
 
-ORTHOGONALIZERS: dict[str, Callable[[Tensor], Tensor]] = {
+Orthogonalizer = Iteration | Callable[[Tensor], Tensor]
+ORTHOGONALIZERS: dict[str, Orthogonalizer] = {
     "polar_express": polar_express,
     "newton_schulz": newton_schulz,
     "gram": gram,
@@ -86,36 +110,21 @@ def iteration_dtype(X: Tensor) -> torch.dtype:
     return torch.float32 if X.device.type == "cpu" else torch.bfloat16
 
 
-def unit(X: Tensor, margin: float, sums: Whole = WHOLE) -> Tensor:
+def unit(X: Tensor, margin: float, over: Reductions = LOCAL) -> Tensor:
     """X / (margin |X|_F) in at least float32. The largest entry is taken out first: squares of
     1e-30 or 1e30 would leave the range of float32."""
     X = X.to(torch.promote_types(X.dtype, torch.float32))
-    X = X / nonzero(sums.largest(X))
-    return X / nonzero(margin * sums.entries(X.square()).sqrt())
-
-
-# Iterations that need Gram matrices only, so that ranks with parts of the long side can add up
-# theirs and keep the parts.
-SUMMABLE: dict[Callable[[Tensor], Tensor], tuple[Sequence[Triple], float]] = {
-    polar_express: (POLAR_EXPRESS, POLAR_EXPRESS_MARGIN),
-    gram: (POLAR_EXPRESS, POLAR_EXPRESS_MARGIN),
-    newton_schulz: (QUINTIC, 1.0),
-}
-
-
-def polar_of_parts(polar: Callable[[Tensor], Tensor], X: Tensor, sums: Whole) -> Tensor:
-    """The part of the polar factor that belongs to a part of X, cut along the long side."""
-    triples, margin = SUMMABLE[polar]
-    return _on_short_side(X, lambda Y: _iterate_gram(Y, triples, sums.parts), margin, sums)
+    X = X / nonzero(over.max(X))
+    return X / nonzero(margin * over.total(X.square()).sqrt())
 
 
 def _on_short_side(
-    X: Tensor, iterate: Callable[[Tensor], Tensor], margin: float, sums: Whole = WHOLE
+    X: Tensor, iterate: Callable[[Tensor], Tensor], margin: float, over: Reductions = LOCAL
 ) -> Tensor:
     """Run an iteration on (batch, short, long) and give the result X's shape and dtype."""
-    m, n = sums.shape(X)
+    m, n = over.shape(X)
     tall = m > n
-    Y = unit(X, margin, sums).to(iteration_dtype(X))
+    Y = unit(X, margin, over).to(iteration_dtype(X))
     Y = Y.mT if tall else Y
     batch = Y.shape[:-2].numel()  # not -1, which is ambiguous for a part without entries
     Y = iterate(Y.reshape(batch, *Y.shape[-2:])).reshape(Y.shape)

@@ -10,25 +10,29 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from angular_muown.stages.charts import Rows, nonzero, tangent_part
+from angular_muown.stages.charts import nonzero, tangent_part
+from angular_muown.stages.context import Context
 from angular_muown.stages.orthogonalize import unit
-from angular_muown.stages.reductions import WHOLE, Summing, Whole
+from angular_muown.stages.reductions import LOCAL, Reductions
 
 Polar = Callable[[Tensor], Tensor]
 TANGENT = "tangent"  # the value of `orthogonalize` that asks for `Constrained`
 RIDGE = 0.05  # of the mean singular value: with less, or more, the gap closes more slowly (test)
 
 
-class Free(Summing):
-    rows = ()
+class Free:
+    """Q = polar(X), whatever U is."""
 
-    def send(self, X: Tensor, U: Tensor, rows: Rows) -> Tensor:
+    state_names = ()
+    needs_directions = False
+
+    def send(self, X: Tensor, U: Tensor, context: Context) -> Tensor:
         return X
 
     def __call__(self, polar: Polar, X: Tensor, U: Tensor) -> Tensor:
         return polar(X)
 
-    def receive(self, Q: Tensor, U: Tensor, rows: Rows) -> Tensor:
+    def receive(self, Q: Tensor, U: Tensor, context: Context) -> Tensor:
         return Q
 
 
@@ -43,20 +47,22 @@ class Constrained(Free):
     """
 
     steps: int
-    rows = ("multiplier",)
+    state_names = ("multiplier",)
+    needs_directions = True
 
-    def send(self, X: Tensor, U: Tensor, rows: Rows) -> Tensor:
-        X = unit(tangent_part(X, U, self.sums), 1.0, self.sums)
+    def send(self, X: Tensor, U: Tensor, context: Context) -> Tensor:
+        over = context.reductions
+        X = unit(tangent_part(X, U, over), 1.0, over)
         # A row that wants nothing has the multiplier 0: what it wanted once must not move it now.
-        return X + torch.where(self.sums.row_norm(X) == 0, 0.0, rows["multiplier"]) * U
+        return X + torch.where(over.row_norm(X) == 0, 0.0, context.state["multiplier"]) * U
 
     def __call__(self, polar: Polar, X: Tensor, U: Tensor) -> Tensor:
         found = dual_steps(polar, tangent_part(X, U), U, along(X, U), self.steps)
         return tangent_part(found.Q, U) + found.multiplier * U
 
-    def receive(self, Q: Tensor, U: Tensor, rows: Rows) -> Tensor:
-        rows["multiplier"] = along(Q, U, self.sums)
-        return Q - rows["multiplier"] * U
+    def receive(self, Q: Tensor, U: Tensor, context: Context) -> Tensor:
+        multiplier = context.state["multiplier"] = along(Q, U, context.reductions)
+        return Q - multiplier * U
 
 
 class Dual(NamedTuple):
@@ -87,15 +93,15 @@ def dual_steps(polar: Polar, X: Tensor, U: Tensor, multiplier: Tensor, steps: in
     return at
 
 
-def along(X: Tensor, U: Tensor, sums: Whole = WHOLE) -> Tensor:
+def along(X: Tensor, U: Tensor, over: Reductions = LOCAL) -> Tensor:
     """<X_i, U_i>."""
-    return sums.rows(X * U)
+    return over.row_sum(X * U)
 
 
 def _at(polar: Polar, X: Tensor, U: Tensor, multiplier: Tensor) -> Dual:
     X = X + multiplier * U
     Q = polar(X)
-    return Dual(multiplier, X, Q, WHOLE.entries(X * Q))
+    return Dual(multiplier, X, Q, LOCAL.total(X * Q))
 
 
 def _dual_step(at: Dual, U: Tensor) -> Tensor:

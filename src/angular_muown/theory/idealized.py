@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from angular_muown.stages.charts import polar_coordinates
-from angular_muown.stages.reductions import WHOLE, row_norm
+from angular_muown.stages.reductions import LOCAL, row_norm
 from angular_muown.theory.manifold import exponential, project, retract, transport
 from angular_muown.theory.polar_solver import TangentPolar, dual_steps, tangent_polar
 
@@ -152,7 +152,7 @@ def _check_rows(p: Tensor, name: str) -> None:
 
 def _advance(p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
     assert p.grad is not None
-    U, g, r = polar_coordinates(p, p.grad, WHOLE)
+    U, g, r = polar_coordinates(p, p.grad, LOCAL)
     T = g * (p.grad - r * U)
     beta = group["momentum"]
     M = beta * state["momentum_buffer"] + (1 - beta) * T if "momentum_buffer" in state else T

@@ -196,9 +196,9 @@ def test_ranks_may_step_alone() -> None:
 
 def in_pairs() -> list[torch.Tensor]:
     """Two teams of two, each with gradients of its own."""
-    teams = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    rank_groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     p = parameter(6, 5)
-    optimizer = AngularMuown([p], lr=0.1, process_group=teams[dist.get_rank() // 2])
+    optimizer = AngularMuown([p], lr=0.1, process_group=rank_groups[dist.get_rank() // 2])
     p.grad = noise(6, 5, seed=dist.get_rank() // 2)
     optimizer.step()
     return [p.detach(), torch.tensor(len(optimizer.exchange_plan().assignments))]

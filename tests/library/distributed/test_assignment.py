@@ -6,23 +6,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from angular_muown.distributed.assignment import Assignment, ExchangePlan, Job, longest_first
-from angular_muown.params.layout import Window
+from angular_muown.distributed.assignment import Assignment, ExchangePlan, MatrixTask, longest_first
+from angular_muown.params.layout import Slice2D
 
 
-def by_rows(name: str, m: int, n: int, places: int, **values: object) -> Job:
+def by_rows(name: str, m: int, n: int, places: int, **values: object) -> MatrixTask:
     chunk = -(-m // places)
     starts = [min(i * chunk, m) for i in range(places + 1)]
-    parts = tuple(Window((a, b), (0, n), m, n) for a, b in pairwise(starts))
-    return Job(name, m, n, parts, 2, **values)  # type: ignore[arg-type]
+    parts = tuple(Slice2D((a, b), (0, n), m, n) for a, b in pairwise(starts))
+    return MatrixTask(name, m, n, parts, 2, **values)  # type: ignore[arg-type]
 
 
 SIZES = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=12)
 
 
 def assignment(sizes: list[tuple[int, int]], places: int, copies: int, budget: int) -> Assignment:
-    jobs = tuple(by_rows(f"w{i}", m, n, places) for i, (m, n) in enumerate(sizes))
-    return Assignment(jobs, places, copies, budget)
+    tasks = tuple(by_rows(f"w{i}", m, n, places) for i, (m, n) in enumerate(sizes))
+    return Assignment(tasks, places, copies, budget)
 
 
 @given(costs=st.lists(st.integers(1, 100), min_size=1, max_size=7), ranks=st.integers(1, 3))
@@ -43,11 +43,11 @@ def test_every_matrix_has_an_owner_and_one_round(
     sizes: list[tuple[int, int]], places: int, copies: int, budget: int
 ) -> None:
     plan = assignment(sizes, places, copies, budget)
-    assert sorted(i for jobs in plan.rounds for i in jobs) == list(range(len(sizes)))
+    assert sorted(i for tasks in plan.rounds for i in tasks) == list(range(len(sizes)))
     assert all(plan.rounds), "no round is empty"
-    for jobs in plan.rounds:
-        for owner in {plan.owners[i] for i in jobs}:
-            mine = [plan.jobs[i].bytes for i in jobs if plan.owners[i] == owner]
+    for tasks in plan.rounds:
+        for owner in {plan.owners[i] for i in tasks}:
+            mine = [plan.tasks[i].bytes for i in tasks if plan.owners[i] == owner]
             assert len(mine) == 1 or sum(mine) * copies <= budget
 
 
@@ -57,16 +57,16 @@ def test_traffic_is_what_parts_and_owners_say(
 ) -> None:
     plan = assignment(sizes, places, copies, 500)
     sent = torch.zeros(copies, places, dtype=torch.float64)
-    for i, job in enumerate(plan.jobs):
+    for i, task in enumerate(plan.tasks):
         copy, owner = plan.place(i)
-        for place, part in enumerate(job.parts):
+        for place, part in enumerate(task.parts):
             if place != owner:
                 sent[copy, place] += part.size * 2  # to the owner
                 sent[copy, owner] += part.size * 2  # and back
-    for jobs in plan.rounds:
+    for tasks in plan.rounds:
         for place in range(places):
             made = [
-                sum(plan.jobs[i].parts[place].size * 2 for i in jobs if plan.place(i)[0] == copy)
+                sum(plan.tasks[i].parts[place].size * 2 for i in tasks if plan.place(i)[0] == copy)
                 for copy in range(copies)
             ]
             sent[:, place] += (copies - 1) * max(made)

@@ -12,18 +12,25 @@ from torch import nn
 
 from angular_muown import AngularMuown, NorMuon
 from angular_muown.distributed import session
-from angular_muown.distributed.mesh import Spread, Team
-from angular_muown.params.layout import Window
+from angular_muown.distributed.mesh import RankGroup, Sharding
+from angular_muown.params.layout import Slice2D
 from tests.library.family import noise, parameter
 from tests.ranks import results
 
 SHAPES = [(192, 256), (256, 192), (192, 256)]
 
 
-def to_itself(p: Any, layout: Any, copies: Any, name: str) -> Spread:
-    team = Team((0,), 0, dist.group.WORLD)
+def to_itself(p: Any, layout: Any, copies: Any, name: str) -> Sharding:
+    rank_group = RankGroup((0,), 0, dist.group.WORLD)
     m, n = layout.sides(p.shape)
-    return Spread(team, Team((0,), 0), team, (Window((0, m), (0, n), m, n),), (team,), (team,))
+    return Sharding(
+        rank_group,
+        RankGroup((0,), 0),
+        rank_group,
+        (Slice2D((0, m), (0, n), m, n),),
+        (rank_group,),
+        (rank_group,),
+    )
 
 
 def stepped(member: Any, device: str, exchanged: bool) -> list[torch.Tensor]:
@@ -32,9 +39,12 @@ def stepped(member: Any, device: str, exchanged: bool) -> list[torch.Tensor]:
         for i, s in enumerate(SHAPES)
     ]
     optimizer = member(params, lr=0.02, process_group=None if exchanged else False)
-    own, holders = session.spread_of, session.holders_of_copies
+    own, holders = session.sharding_of, session.holders_of_copies
     if exchanged:
-        session.spread_of, session.holders_of_copies = to_itself, lambda p, group: Team((0,), 0)
+        session.sharding_of, session.holders_of_copies = (
+            to_itself,
+            lambda p, group: RankGroup((0,), 0),
+        )
     for step in range(4):
         for i, p in enumerate(params):
             p.grad = noise(*p.shape, seed=10 * step + i, dtype=p.dtype).to(device)
@@ -43,7 +53,7 @@ def stepped(member: Any, device: str, exchanged: bool) -> list[torch.Tensor]:
         optimizer.step()
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("default")
-    session.spread_of, session.holders_of_copies = own, holders
+    session.sharding_of, session.holders_of_copies = own, holders
     assert bool(optimizer._session and optimizer._session.known) == exchanged
     return [p.detach().cpu() for p in params]
 

@@ -54,7 +54,7 @@ class Net(nn.Module):
         return self.head(x + (x @ experts.mean(dim=0)).relu())
 
 
-def spread(net: nn.Module, way: str) -> nn.Module:
+def sharding(net: nn.Module, way: str) -> nn.Module:
     world = dist.get_world_size() if way != "alone" else 1
     if way == "ddp":
         return DistributedDataParallel(net)
@@ -85,7 +85,7 @@ def planned(net: nn.Module) -> Any:
 
 def built(way: str, member: Any = AngularMuown) -> tuple[nn.Module, nn.Module, Any]:
     net = Net()
-    model = spread(net, way)
+    model = sharding(net, way)
     return net, model, member(planned(net), lr=0.05)
 
 
@@ -239,21 +239,21 @@ def test_ranks_have_the_same_keys_and_clocks_whatever_their_gradients() -> None:
     assert all(first)
 
 
-def clocks(spread: bool, lacking: dict[int, tuple[int, ...]]) -> list[int]:
+def clocks(sharding: bool, lacking: dict[int, tuple[int, ...]]) -> list[int]:
     """Three groups: two stacks of experts, cut by experts, and a matrix. `lacking` has the groups
     without gradient, by rank."""
     shapes = [(4, 6, 5), (4, 6, 5), (6, 5)]
     groups: list[dict[str, Any]] = []
     for i, shape in enumerate(shapes):
         W = parameter(*shape, seed=i).detach()
-        p = nn.Parameter(place(W, PLACEMENTS["rows"]) if spread else W)
+        p = nn.Parameter(place(W, PLACEMENTS["rows"]) if sharding else W)
         groups.append({"params": [p], "view": "stack" if len(shape) == 3 else "matrix"})
     optimizer = AngularMuown(groups)
     for t in range(2):
         for i, group in enumerate(groups):
             G = noise(*shapes[i], seed=10 * t + i)
-            absent = i in lacking.get(dist.get_rank() if spread else 0, ())
-            G = place(G, PLACEMENTS["rows"]) if spread else G
+            absent = i in lacking.get(dist.get_rank() if sharding else 0, ())
+            G = place(G, PLACEMENTS["rows"]) if sharding else G
             group["params"][0].grad = None if absent else G
         optimizer.step()
     return [group["step"] for group in optimizer.param_groups]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from angular_muown import AngularMuown
-from angular_muown.kernels.launch import CUBLAS_WORKSPACE, Room, divide
+from angular_muown.kernels.launch import CUBLAS_WORKSPACE, Budget, divide
 from tests.library.family import noise, parameter
 
 pytest.importorskip("triton")
@@ -19,26 +19,26 @@ MiB = 2**20
 @pytest.mark.parametrize("largest", [1, 20_000, 3 * MiB, 20 * MiB, 50 * MiB])  # words
 def test_the_budget_holds_wherever_a_matrix_fits(budget: int, largest: int) -> None:
     room = divide(budget, [1, largest])
-    spent = room.lanes * (2 * max(room.words, largest) + room.cublas * CUBLAS_WORKSPACE)
+    spent = room.streams * (2 * max(room.words, largest) + room.cublas * CUBLAS_WORKSPACE)
     if 2 * largest <= budget:
         assert spent <= budget
-    assert 4 * room.cublas * room.lanes * CUBLAS_WORKSPACE <= budget
-    assert room.words >= largest or room == Room(1, budget // 2, False)
+    assert 4 * room.cublas * room.streams * CUBLAS_WORKSPACE <= budget
+    assert room.words >= largest or room == Budget(1, budget // 2, False)
 
 
 @pytest.mark.parametrize(
     ("budget", "largest", "room"),  # MiB and words by the 2**20
     [
-        (256, 1, Room(2, 48 * MiB, True)),
-        (252, 1, Room(4, 63 * MiB // 2, False)),  # workspaces would be over a quarter
-        (64, 12, Room(2, 16 * MiB, False)),  # four lanes are too narrow
-        (256, 60, Room(2, 64 * MiB, False)),
-        (256, 100, Room(1, 112 * MiB, True)),
-        (100, 50, Room(1, 50 * MiB, False)),
-        (100, 51, Room(1, 50 * MiB, False)),  # exceeded by the one matrix
+        (256, 1, Budget(2, 48 * MiB, True)),
+        (252, 1, Budget(4, 63 * MiB // 2, False)),  # workspaces would be over a quarter
+        (64, 12, Budget(2, 16 * MiB, False)),  # four lanes are too narrow
+        (256, 60, Budget(2, 64 * MiB, False)),
+        (256, 100, Budget(1, 112 * MiB, True)),
+        (100, 50, Budget(1, 50 * MiB, False)),
+        (100, 51, Budget(1, 50 * MiB, False)),  # exceeded by the one matrix
     ],
 )
-def test_the_fastest_way_that_there_is_room_for(budget: int, largest: int, room: Room) -> None:
+def test_the_fastest_way_that_there_is_room_for(budget: int, largest: int, room: Budget) -> None:
     assert divide(budget * MiB, [1, largest * MiB]) == room
 
 
@@ -62,14 +62,14 @@ def test_lanes_have_equal_shares_and_every_matrix_one_place(
     assert opt._fused is not None
     _, step, _ = opt._fused.steps[0]
     assert step is not None
-    loads = [0.0] * step.room.lanes
+    loads = [0.0] * step.room.streams
     seen: set[tuple[int, int]] = set()
     for chunk in step.chunks:
-        loads[chunk.lane] += chunk.count * chunk.batch.microseconds
+        loads[chunk.stream] += chunk.count * chunk.batch.microseconds
         seen |= {(chunk.batch.start, chunk.first + i) for i in range(chunk.count)}
-        room = step.lane * (step.room.lanes - chunk.lane)
+        room = step.stream * (step.room.streams - chunk.stream)
         assert chunk.work.numel() == room
-        assert chunk.count * chunk.batch.words <= step.lane
+        assert chunk.count * chunk.batch.words <= step.stream
     assert len(seen) == len(shapes)
     largest = max(chunk.count * chunk.batch.microseconds for chunk in step.chunks)
     assert max(loads) - min(loads) <= largest

@@ -11,7 +11,15 @@ from angular_muown import AngularMuown, Muon, NorMuown
 from angular_muown.engine import Engine
 from angular_muown.kernels import polar_chain
 from angular_muown.kernels.polar_chain import ALIGNMENT, SCALE, Kind, Product
-from angular_muown.stages.orthogonalize import POLAR_EXPRESS, POLAR_EXPRESS_MARGIN, QUINTIC
+from angular_muown.stages.orthogonalize import (
+    POLAR_EXPRESS,
+    POLAR_EXPRESS_MARGIN,
+    QUINTIC,
+    Iteration,
+    gram,
+    newton_schulz,
+    polar_express,
+)
 from tests.library.family import noise
 
 pytest.importorskip("triton")
@@ -125,13 +133,21 @@ def test_results_are_aligned_and_the_size_is_what_they_need(
     assert places.raw == 0 if m >= n else places.raw >= m * n, "it is turned out of place"
 
 
-@pytest.mark.parametrize("triples", [POLAR_EXPRESS, QUINTIC])
+@pytest.mark.parametrize("iteration", [polar_express, newton_schulz], ids=lambda i: i.name)
 @pytest.mark.parametrize("side", [128, 768, 2048])
-def test_the_cheaper_form_is_chosen(triples: Triples, side: int) -> None:
-    ordinary, gram = (chained(triples, form) for form in (ORDINARY, GRAM))
-    assert polar_chain.chain_for(side, side, triples) == ordinary
-    assert polar_chain.chain_for(side, 4 * side, triples) == gram
-    assert polar_chain.chain_for(4 * side, side, triples) == gram
+def test_the_cheaper_form_is_chosen(iteration: Iteration, side: int) -> None:
+    ordinary, in_gram_form = (chained(iteration.coefficients, form) for form in (ORDINARY, GRAM))
+    assert polar_chain.chain_for(side, side, iteration) == ordinary
+    assert polar_chain.chain_for(side, 4 * side, iteration) == in_gram_form
+    assert polar_chain.chain_for(4 * side, side, iteration) == in_gram_form
+
+
+def test_gram_takes_the_gram_form_above_its_aspect_ratio_only() -> None:
+    """As in the eager executor, whatever the cost model prefers."""
+    ordinary, in_gram_form = (chained(POLAR_EXPRESS, form) for form in (ORDINARY, GRAM))
+    assert polar_chain.chain_for(768, 1536, polar_express) == in_gram_form
+    assert polar_chain.chain_for(768, 1536, gram) == ordinary
+    assert polar_chain.chain_for(768, 1552, gram) == in_gram_form
 
 
 @pytest.mark.parametrize("shape", SHAPES)

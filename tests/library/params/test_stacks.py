@@ -103,11 +103,11 @@ def test_a_step_takes_no_more_than_its_room_and_is_the_same_to_the_bit(
     step = engine.update_alone
 
     def spy(stack, *args) -> None:
-        sizes.append(sum(piece.W.numel() for piece in stack.pieces))
+        sizes.append(sum(view.W.numel() for view in stack.views))
         step(stack, *args)
 
     for least in (room, 2**24):
-        monkeypatch.setattr(views, "LEAST_ROOM", least)
+        monkeypatch.setattr(views, "LEAST_ELEMENTS", least)
         monkeypatch.setattr(engine, "update_alone", spy if least == room else step)
         params = [parameter(6, 10, seed=i) for i in range(4)] + [parameter(5, 6, 10)]
         groups = [{"params": params[:4]}, {"params": params[4:], "view": "stack"}]
@@ -123,13 +123,15 @@ def test_a_step_takes_no_more_than_its_room_and_is_the_same_to_the_bit(
 
 
 def test_the_room_grows_with_the_model(monkeypatch) -> None:
-    monkeypatch.setattr(views, "LEAST_ROOM", 1)
-    leaves = [views.Leaf(p, {"momentum_buffer": p}, Layout()) for p in (parameter(6, 8),) * 24]
-    for leaf in leaves:
-        leaf.parameter.grad = leaf.parameter.detach()
-        leaf.state["step"] = torch.tensor(1.0)
+    monkeypatch.setattr(views, "LEAST_ELEMENTS", 1)
+    opened = [
+        views.OpenParameter(p, {"momentum_buffer": p}, Layout()) for p in (parameter(6, 8),) * 24
+    ]
+    for one in opened:
+        one.parameter.grad = one.parameter.detach()
+        one.state["step"] = torch.tensor(1.0)
     group = {"workspace": 1.0, "maximize": False, "write_back": "master"}
-    assert [len(stack.pieces) for stack in views.stacks(leaves, (), group)] == [2] * 12
+    assert [len(stack.views) for stack in views.stacks(opened, (), group)] == [2] * 12
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)

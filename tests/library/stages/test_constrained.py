@@ -30,7 +30,7 @@ def test_by_default_all_of_it_is_off() -> None:
     assert type(plain.chart) is Oblique
     assert type(plain.normalize) is AsIs
     assert type(plain.tangent) is Free
-    assert "multiplier" not in plain.rows
+    assert "multiplier" not in plain.state_names
 
 
 def test_what_the_kernels_do_not_compute_takes_the_eager_path() -> None:

@@ -14,6 +14,7 @@ from angular_muown.engine import Engine
 from angular_muown.kernels.coverage import knows
 from angular_muown.stages import charts
 from angular_muown.stages.charts import GAIN_OF_ONE, GainedSphere, gain
+from angular_muown.stages.context import Context
 from angular_muown.stages.orthogonalize import svd
 from angular_muown.stages.radius import Gains
 from angular_muown.stages.reductions import frobenius
@@ -73,12 +74,13 @@ def test_gradients_of_direction_and_gains_are_those_of_autograd() -> None:
     V = (W / (a * b)).detach().requires_grad_()
     wanted = torch.autograd.grad((G * (a * V * b)).sum(), (V, x, y))
     rows["matrix_norm"] = torch.zeros(1, 1, dtype=W.dtype)
-    for name in Gains.rows:
+    for name in Gains.state_names:
         rows[name] = torch.zeros_like(rows["column_gain" if "column" in name else "row_gain"])
-    at = GainedSphere().split(W, G, rows)
-    Gains((0.0, 0.0), 1e-8)(at.g, at.r, rows, 0.0, 1.0)
+    context = Context(rows)
+    at = GainedSphere().split(W, G, context)
+    Gains((0.0, 0.0), 1e-8)(at.g, at.r, context)
     torch.testing.assert_close((at.T, rows["exp_avg"], rows["column_exp_avg"]), wanted)
-    torch.testing.assert_close(GainedSphere().join(at, torch.zeros_like(W), at.g, rows), W)
+    torch.testing.assert_close(GainedSphere().join(at, torch.zeros_like(W), at.g, context), W)
 
 
 @pytest.mark.parametrize("optimizer", ON_SPHERES)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from angular_muown import AngularMuown, Hyperball, Muon, Muown, NorMuon
 from angular_muown.stages import tangent
 from angular_muown.stages.charts import normalize_rows, tangent_part
+from angular_muown.stages.context import Context
 from angular_muown.stages.orthogonalize import polar_express, svd, unit
 from angular_muown.stages.tangent import Constrained, Dual, Polar, dual_steps
 from tests.library.family import TangentPolar, noise, parameter, run
@@ -109,7 +110,7 @@ def test_tangent_is_asked_for_by_name() -> None:
         found = opt.recipe(opt.param_groups[0])
         assert found.tangent == Constrained(steps)
         assert found.orthogonalize is polar_express
-        assert "multiplier" in found.rows
+        assert "multiplier" in found.state_names
 
 
 @pytest.mark.parametrize("member", [Muon, Muown, NorMuon, Hyperball])
@@ -138,10 +139,10 @@ def test_a_row_that_wants_nothing_any_more_stays() -> None:
     X, U = _matrices((6, 9), 3, "gaussian")
     X[2] = 0
     for polar, factor in ((svd, 1.0), (polar_express, 0.0)):
-        stage, rows = Constrained(2), {"multiplier": torch.ones_like(X[:, :1])}
-        Q = stage.receive(stage(polar, stage.send(factor * X, U, rows), U), U, rows)
+        stage, context = Constrained(2), Context({"multiplier": torch.ones_like(X[:, :1])})
+        Q = stage.receive(stage(polar, stage.send(factor * X, U, context), U), U, context)
         assert not Q[2].any()
-        assert rows["multiplier"][2] == 0
+        assert context.state["multiplier"][2] == 0
         assert Q.any() == bool(factor)
 
 
@@ -149,11 +150,13 @@ def test_a_row_that_wants_nothing_any_more_stays() -> None:
 def test_the_multiplier_travels_in_x_and_in_q(shape) -> None:
     """What a step gets of it and gives back is what the dual steps say, and the step is tangent."""
     X, U = _matrices(shape, 3, "falling")
-    rows = {"multiplier": 0.01 * noise(shape[0], 1, seed=9)}
-    wanted = steps_of(svd, X, U, rows["multiplier"], 2)
+    context = Context({"multiplier": 0.01 * noise(shape[0], 1, seed=9)})
+    wanted = steps_of(svd, X, U, context.state["multiplier"], 2)
     stage = Constrained(2)
-    Q = stage.receive(stage(svd, stage.send(X, U, rows), U), U, rows)
-    torch.testing.assert_close(rows["multiplier"], wanted.multiplier, rtol=1e-9, atol=1e-12)
+    Q = stage.receive(stage(svd, stage.send(X, U, context), U), U, context)
+    torch.testing.assert_close(
+        context.state["multiplier"], wanted.multiplier, rtol=1e-9, atol=1e-12
+    )
     torch.testing.assert_close(Q, tangent_part(wanted.Q, U), rtol=1e-9, atol=1e-12)
 
 
