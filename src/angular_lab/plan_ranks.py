@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from angular_lab.rank_cost import Exchange, Machine, Team, estimate, polar_opera
 from angular_lab.rank_models import Grid, Shapes, pretended, sharded_model
 from angular_muown import AngularMuown, plan
 from angular_muown.distributed.assignment import Assignment
+from angular_muown.params.options import Group
 from angular_muown.params.state import init_state
 
 
@@ -125,7 +125,7 @@ class _Held:
         return _Held(**total)
 
 
-def _state_bytes(optimizer: AngularMuown, p: Tensor, group: dict[str, Any]) -> int:
+def _state_bytes(optimizer: AngularMuown, p: Tensor, group: Group) -> int:
     state: dict[str, Tensor] = {}
     recipe = optimizer.recipe(group) if group["algorithm"] == "matrix" else None
     init_state(p, state, group, recipe)

@@ -5,16 +5,18 @@ set with the keys `foreach` and `fused`.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from angular_muown.params.options import Group
+from angular_muown.stages.context import State
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def init_state(p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+def init_state(p: Tensor, group: Group, state: State) -> None:
     if "step" in state:
         return
     # As torch does: a counter on the host costs no kernel; the fused kernel and a recorded step
@@ -25,9 +27,7 @@ def init_state(p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         state[name] = torch.zeros_like(p, memory_format=torch.preserve_format)
 
 
-def update(
-    params: Sequence[Tensor], states: Sequence[dict[str, Any]], group: dict[str, Any]
-) -> None:
+def update(params: Sequence[Tensor], states: Sequence[State], group: Group) -> None:
     beta1, beta2 = group["betas"]
     grads = [p.grad for p in params if p.grad is not None]
     assert len(grads) == len(params), "the engine passes parameters with gradients"

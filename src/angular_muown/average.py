@@ -15,6 +15,7 @@ from angular_muown.distributed.mesh import is_sharded, local
 from angular_muown.params.options import Group
 from angular_muown.params.rounding import reconcile_master
 from angular_muown.schedules import averaging
+from angular_muown.stages.context import State
 
 States = Mapping[Tensor, dict[str, Any]]
 Pairs = list[tuple[Tensor, Tensor]]
@@ -42,7 +43,9 @@ def _move(group: Group, known: States) -> None:
     be their weights."""
     states = [(p, known.get(p, {})) for p in group["params"]]
     pairs = [(local(state["average"]), p, state) for p, state in states if "average" in state]
-    share = averaging(group["average"])(group["averaged"])
+    window = group["average"]
+    assert window is not None, "update() moves averages that are kept"
+    share = averaging(window)(group["averaged"])
     for some in _within(ROOM, ((a, _weight(p, state)) for a, p, state in pairs)):
         averages = [a for a, _ in some]
         weights = [w.to(a.dtype) for a, w in some]
@@ -56,7 +59,7 @@ def _move(group: Group, known: States) -> None:
             torch._foreach_lerp_(averages, weights, share)
 
 
-def _weight(p: Tensor, state: dict[str, Any]) -> Tensor:
+def _weight(p: Tensor, state: State) -> Tensor:
     p = local(p).detach()
     return reconcile_master(local(state["master"]), p) if "master" in state else p
 

@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from angular_muown.params.options import parameter_names
-
-Group = dict[str, Any]
+from angular_muown.params.options import Group, Values, parameter_names
 
 
 def to_device(group: Group) -> None:
@@ -22,11 +20,17 @@ def to_device(group: Group) -> None:
     if not group["capturable"] or not group["params"]:
         return
     device = group["params"][0].device
-    for key, dtype in (("lr", torch.float32), *((key, torch.int64) for key in _clocks(group))):
-        group[key] = torch.as_tensor(group[key]).detach().to(device, dtype, copy=True).reshape(())
+
+    def on_device(value: float | Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.as_tensor(value).detach().to(device, dtype, copy=True).reshape(())
+
+    group["lr"] = on_device(group["lr"], torch.float32)
+    group["step"] = on_device(group["step"], torch.int64)
+    if group["average"] is not None:
+        group["averaged"] = on_device(group["averaged"], torch.int64)
 
 
-def _clocks(group: Group) -> tuple[str, ...]:
+def _clocks(group: Values) -> tuple[str, ...]:
     return ("step",) if group["average"] is None else ("step", "averaged")
 
 
@@ -34,7 +38,7 @@ def _clocks(group: Group) -> tuple[str, ...]:
 OWN = ("capturable", "workspace", "wire_dtype", "average")
 
 
-def adapted(saved: Group, own: Group) -> Group:
+def adapted(saved: Values, own: Values) -> dict[str, Any]:
     """A saved group with the settings of the group whose place it takes."""
     group = {**saved, **{key: own[key] for key in OWN}}
     lr = group["lr"]
@@ -47,7 +51,7 @@ def is_recording() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def check(groups: Sequence[Group], state: dict[Tensor, Any]) -> None:
+def check(groups: Sequence[Values], state: dict[Tensor, Any]) -> None:
     """Refuse to record a step that would not be the one to replay."""
     for index, group in enumerate(groups):
         if not group["capturable"]:

@@ -1,13 +1,13 @@
-"""The only step of the family, its state, and the contract with torch.optim.
+"""The base class of the family: its only step(), and the contract with torch.optim.
 
-Numbers live in the param groups, as plain values; choices live in `recipe(group)`. The object has
-no attributes of its own, because torch drops them on deepcopy and pickle.
+Numbers live in the param groups as plain values; choices live in `recipe(group)`. Nothing else is
+kept on the object, because torch drops attributes on deepcopy and pickle.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from angular_muown.params.layout import Layout
 from angular_muown.params.loading import load_checked
 from angular_muown.params.options import (
     ENGINE_DEFAULTS,
+    Group,
     alike,
     normalize_group,
     plain_values,
@@ -29,9 +30,10 @@ from angular_muown.params.options import (
 )
 from angular_muown.params.stacks import OpenParameter, stacks
 from angular_muown.params.state import ensure_states, has_state, is_state_probe, states_of
+from angular_muown.stages.context import State
 from angular_muown.update import Observer, Recipe, update_alone
 
-if TYPE_CHECKING:  # what takes time to import, and is imported where it is needed
+if TYPE_CHECKING:  # slow to import: imported where needed
     from angular_muown.distributed.assignment import ExchangePlan
     from angular_muown.distributed.exchange import SharedParameter
     from angular_muown.distributed.session import ExchangeSession
@@ -43,11 +45,11 @@ class Batch:
     """Groups that differ only in their parameters: one step moves all of them."""
 
     indices: list[int]
-    group: dict[str, Any]  # the first of them, for the step's numbers
+    group: Group  # the first of them, for the step's numbers
     recipe: Recipe | None  # None: AdamW
     shared: "list[SharedParameter]"  # stepped together with other ranks
     params: list[Tensor] = field(default_factory=list)  # with a gradient, stepped by this rank
-    states: list[dict[str, Any]] = field(default_factory=list)
+    states: list[State] = field(default_factory=list)
 
 
 @dataclass
@@ -59,8 +61,8 @@ class Tasks:
     counts: list[bool]  # for each group, True if its clock counts this step
 
 
-def without_autocast(groups: Sequence[dict[str, Any]]) -> ExitStack:
-    """The step is the same inside and outside of autocast, which would multiply in 16 bits."""
+def without_autocast(groups: Sequence[Group]) -> ExitStack:
+    """Disable autocast, which would multiply in 16 bits, for the duration of a step."""
     kinds = {p.device.type for group in groups for p in group["params"][:1]} | {"cpu"}
     stack = ExitStack()
     for kind in kinds:
@@ -70,7 +72,7 @@ def without_autocast(groups: Sequence[dict[str, Any]]) -> ExitStack:
 
 
 class Engine(torch.optim.Optimizer):
-    """Base class of the family. A member has defaults and `recipe(group)`, nothing else:
+    """Base class of the family. A member consists of defaults and `recipe(group)`:
 
         class Turning(Engine):
             def __init__(self, params, lr=0.02, **options):
@@ -81,28 +83,35 @@ class Engine(torch.optim.Optimizer):
 
     Args:
         params: parameters, or groups of them, such as `plan(model)`.
-        defaults: values for what a group leaves out. `lr` has to be there.
+        defaults: values for what a group leaves out. `lr` is required; options that the base class
+            does not know are allowed, for the member's own `recipe`.
     """
 
-    family: str = ""  # the member whose state this is; a subclass of a member keeps its parent's
+    family: str = ""  # names the member in state dicts; subclasses of a member inherit it
     observers: tuple[Observer, ...] = ()  # set on an instance by AngleMonitor, never saved
-    # underscores: torch leaves attributes out of copies and pickles
     _fused: "FusedGroups | None" = None  # made at the first step on a GPU
     _session: "ExchangeSession | None" = None  # made at the first step that ranks share
-    _checked: frozenset[Any] | set[Any] = frozenset()  # settings that the last step found valid
+    _checked: frozenset[Any] | set[Any] = frozenset()  # settings that the last step validated
     process_group: Any = None
+    param_groups: list[Group]  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self.process_group = options.check_process_group(defaults.pop("process_group", None))
         options.check_no_model(params, type(self).__name__)
         super().__init__(params, {**ENGINE_DEFAULTS, **plain_values(defaults)})
 
-    def recipe(self, group: dict[str, Any]) -> Recipe:
-        """What this member does with the matrices of a group, at the group's current step."""
-        raise TypeError(f"{type(self).__name__} has no recipe: use a member of the family")
+    def recipe(self, group: Group) -> Recipe:
+        """Return what this member does with the matrices of `group` at its current step."""
+        raise TypeError(
+            f"{type(self).__name__} has no recipe: define it, or use a member of the family"
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Checks everything before the group is added: an error leaves the optimizer as it was."""
+        """Add a group of parameters; an error leaves the optimizer as it was.
+
+        Args:
+            param_group: a dict with `params` and values that replace the defaults.
+        """
         options.check_keys(param_group, self.defaults, type(self).__name__)
         param_group = normalize_group(param_group, self.defaults, type(self))
         param_group["params"] = options.listed(param_group["params"])
@@ -128,7 +137,11 @@ class Engine(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of all groups; parameters without a gradient stay as they are."""
+        """Take one step of all groups; parameters without a gradient keep their values.
+
+        Args:
+            closure: computes the loss and its gradients, called first; its result is returned.
+        """
         average.check_outside(self.param_groups, "step()")
         with torch.enable_grad():
             loss = closure() if closure is not None else None
@@ -300,42 +313,56 @@ class Engine(torch.optim.Optimizer):
             average.update(self.param_groups, self.state)
 
     def averaged(self, model: torch.nn.Module | None = None) -> AbstractContextManager[None]:
-        """Inside, the parameters hold their averages; then the weights are back, to the bit. Where
-        parameters are spread over ranks, give the model."""
+        """Replace the parameters by their averages inside a `with` block; restore them exactly.
+
+        Args:
+            model: needed if parameters are sharded across ranks.
+        """
         return average.in_place_of_weights(self.param_groups, self.state, model)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Like every torch optimizer, takes over the groups' values from the state dict; where
-        that changes the method or kappa, a warning shows both values. State of another member,
-        algorithm or cut is refused, and so is one with entries that are missing or damaged; then
-        nothing has changed. Matrices' state keeps the dtypes it was saved in, AdamW's takes those
-        of the weights."""
+        """Load state and the groups' values, as every torch optimizer does.
+
+        A warning shows both values if that changes the method or kappa. State of another member,
+        algorithm or cut is refused, and so is state with missing or damaged entries; the optimizer
+        is then unchanged. The state of matrices keeps its saved dtypes; AdamW's takes those of the
+        weights.
+
+        Args:
+            state_dict: what `state_dict()` returned.
+        """
         average.check_outside(self.param_groups, "load_state_dict()")
         load_checked(self, super().load_state_dict, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        """As torch's, which leaves out what is not saved; whom to share with stays the same."""
+        """Return what torch saves, and the process group."""
         options.check_copy(self.process_group)
         return {**super().__getstate__(), "process_group": self.process_group}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Values that a saved group does not have, because it is older, are the defaults. torch
-        adds its own, `differentiable`; distributed checkpoints need the keys to stay the same."""
+        """Fill in defaults for values that an older group does not have.
+
+        torch adds a key of its own, `differentiable`; it is removed, because distributed
+        checkpoints need the keys to stay the same.
+        """
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)
-        for group in self.param_groups:
+        for group in cast("list[dict[str, Any]]", self.param_groups):
             group.pop("differentiable", None)
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
 
     def exchange_plan(self) -> "ExchangePlan":
-        """Who does and moves what in a step that ranks share. To be called on all ranks: it sends
-        nothing, but on a part of a larger mesh torch may have to make a group first."""
+        """Return which rank orthogonalizes what in a step that ranks share, and the bytes moved.
+
+        Call it on all ranks: it sends nothing, but torch may have to create a process group for a
+        part of a larger mesh.
+        """
         from angular_muown.distributed.session import plan_of
 
         groups = [(i, g) for i, g in enumerate(self.param_groups) if g["algorithm"] == "matrix"]
         return plan_of([one for i, g in groups for one in self._shared(i, self.recipe(g))])
 
     def release(self) -> None:
-        """Free work buffers, recorded launches and plans; the next step makes new ones."""
+        """Free work buffers, recorded launches and plans; the next step creates new ones."""
         self._fused = self._session = None

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from angular_muown.distributed.mesh import has_ranks, local, whole
 from angular_muown.engine import Engine
 from angular_muown.params.layout import Layout
-from angular_muown.params.options import ENGINE_DEFAULTS
+from angular_muown.params.options import ENGINE_DEFAULTS, Values
 from angular_muown.params.roles import hidden_matrices
 from angular_muown.stages.charts import chord_angle, nonzero, normalize_rows
 from angular_muown.stages.reductions import frobenius, row_norm
@@ -51,7 +51,12 @@ def orthogonality_error(Q: Tensor) -> Tensor:
 
 
 class AngleMonitor:
-    """Measures every `every`-th step of `optimizer`, by hooks; `close()` takes them off.
+    """Measure how far an optimizer's steps turn the rows of a model.
+
+    Args:
+        model: its parameters' names label the measurements.
+        optimizer: any torch optimizer; hooks on its step do the measuring.
+        every: measure one step in this many.
 
     Overall and per parameter (`key/parameter name`): `angle_mean`, `angle_max` (radians per step),
     `row_norm_mean`, `row_norm_max`; for this package's optimizers also `radial_mean` (mean of
@@ -60,7 +65,7 @@ class AngleMonitor:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, every: int = 1) -> None:
         if not isinstance(every, int) or every < 1:
-            raise ValueError(f"every={every!r} is not valid: it must be a whole number >= 1")
+            raise ValueError(f"every={every!r} is not valid: it must be an integer >= 1")
         self.model, self.optimizer, self.every = model, optimizer, every
         self.steps = 0
         self._layouts: dict[str, Layout] = {}
@@ -76,12 +81,13 @@ class AngleMonitor:
         ]
 
     def close(self) -> None:
+        """Remove the hooks."""
         self._stop_observing()
         for hook in self._hooks:
             hook.remove()
 
     def read(self) -> dict[str, float]:
-        """The last measured step, once: a second call without a new measurement gives {}."""
+        """Return the measurements of the last measured step; {} if there is no new one."""
         # A step that raised leaves entries without the numbers of its end.
         measured = {name: n for name, n in self._measured.items() if "rows" in n}
         self._measured = {}
@@ -101,7 +107,7 @@ class AngleMonitor:
             values["kappa"] = float(self._kappa)
         return {key: value for key, value in values.items() if not key.startswith("rows/")}
 
-    def _parameters(self) -> dict[str, tuple[Tensor, dict[str, Any]]]:
+    def _parameters(self) -> dict[str, tuple[Tensor, Values]]:
         """name -> parameter and group values, looked up anew: frameworks swap parameters."""
         named: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
         if isinstance(self.optimizer, Engine):

@@ -1,7 +1,7 @@
-"""Schedules: pure functions of the step, counted from 0. Nothing to save, nothing to load.
+"""Schedules: pure functions of the step, counted from 0. There is nothing to save or load.
 
-`wsd` and `cosine` are factors for `torch.optim.lr_scheduler.LambdaLR`; `inverse_polynomial` is
-the angular multiplier kappa; `averaging` is how much the newest weights count in an average.
+`wsd` and `cosine` are factors for `torch.optim.lr_scheduler.LambdaLR`. `inverse_polynomial` is the
+angular multiplier kappa. `averaging` is the weight of the newest parameters in an average.
 """
 
 from collections.abc import Callable
@@ -18,34 +18,53 @@ def inverse_polynomial(step: Tensor, warmup_steps: int, scale: float, degree: fl
 def inverse_polynomial(
     step: int | Tensor, warmup_steps: int, scale: float, degree: float
 ) -> float | Tensor:
-    """kappa_t = (1 + c (t - t_w)_+)^(-p): 1 during warm-up, then falling without an end point.
+    """Return kappa_t = (1 + c (t - t_w)_+)^(-p): 1 during warm-up, then decaying without an end.
 
-    A tensor gives a tensor, computed where it lies."""
+    Args:
+        step: t, from 0. A tensor gives a tensor on the same device.
+        warmup_steps: t_w, the number of steps at 1.
+        scale: c, per step.
+        degree: p; 0 gives 1 at every step.
+    """
     if isinstance(step, Tensor):
         return (1.0 + scale * (step - warmup_steps).clamp(min=0)) ** -degree
     return (1.0 + scale * max(step - warmup_steps, 0)) ** -degree
 
 
 def wsd(step: int, total_steps: int, warmup_steps: int = 0, decay_steps: int = 0) -> float:
-    """Warm-up, stable, decay: linear from 0, constant 1, linear to 0 at `total_steps`."""
+    """Return the factor of warm-up, stable, decay: linear from 0, constant 1, linear to 0.
+
+    Args:
+        step: the step, from 0.
+        total_steps: number of steps of the run; the factor is 0 there.
+        warmup_steps: length of the warm-up in steps.
+        decay_steps: length of the cooldown in steps.
+    """
     rise = (step + 1) / (warmup_steps + 1)
     fall = (total_steps - step) / (decay_steps + 1)
     return max(0.0, min(1.0, rise, fall))
 
 
 def cosine(step: int, total_steps: int, warmup_steps: int = 0, floor: float = 0.0) -> float:
-    """Linear warm-up, then half a cosine down to `floor` at `total_steps`."""
+    """Return the factor of a linear warm-up followed by half a cosine.
+
+    Args:
+        step: the step, from 0.
+        total_steps: number of steps of the run.
+        warmup_steps: length of the warm-up in steps.
+        floor: the factor at `total_steps`.
+    """
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
     progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
     return floor + (1.0 - floor) * 0.5 * (1.0 + cos(pi * progress))
 
 
-WINDOWS = "a share of the steps above 0 and below 1, or a whole number of steps from 2 on"
+WINDOWS = "a fraction of the steps between 0 and 1, or an integer number of steps >= 2"
 
 
 def is_number(x: Any) -> bool:
-    """True if x is a finite number of Python's that torch takes: of integers, those of 64 bits."""
+    """True if x is a finite Python number that torch accepts; integers must fit into 64 bits."""
     if isinstance(x, int):
         return not isinstance(x, bool) and -(2**63) <= x < 2**63
     return isinstance(x, float) and isfinite(x)
@@ -56,24 +75,25 @@ def is_window(x: Any) -> bool:
 
 
 def averaging(window: float) -> Callable[[Any], Any]:
-    """The share of the newest weights w in an average of the last ones: a <- a + (w - a) share(k)
-    after step k = 1, 2, ... The first share is 1: nothing is left of what a was before.
+    """Return share(k), the weight of the newest parameters w in a running average a.
 
-    Of `window` < 1, a share of the steps so far: 1 / max(1, window k). Whatever the number n of
-    steps turns out to be, step k counts as k^(1/window - 1), so the mean age of what is averaged is
-    about window n / (1 + window): for 0.1 the last tenth, roughly. Up to step 1/window the average
-    is the weights themselves. It is polynomial-decay averaging, of degree 1/window - 1 (Shamir,
-    Zhang: Stochastic Gradient Descent for Non-smooth Optimization, ICML 2013), from there on.
+    After step k = 1, 2, ...: a <- a + share(k) (w - a). The first share is 1, so that nothing is
+    left of the initial a. share() takes an integer, or a tensor and then returns a tensor on the
+    same device.
 
-    Of `window` >= 2, a number of steps: 1 / min(window, k), the plain mean of the weights until
-    there are so many of them, then an exponential average with decay 1 - 1/window.
-
-    A tensor k gives a tensor, computed where it lies."""
+    Args:
+        window: below 1, a fraction of the steps so far: share(k) = 1 / max(1, window k). Step k
+            counts as k^(1/window - 1) whatever the length n of the run, so the mean age is about
+            window n / (1 + window): for 0.1, roughly the last tenth. This is polynomial-decay
+            averaging (Shamir, Zhang: Stochastic Gradient Descent for Non-smooth Optimization,
+            ICML 2013). From 2 on, a number of steps: share(k) = 1 / min(window, k), a plain mean
+            that turns into an exponential average with decay 1 - 1/window.
+    """
     if not is_window(window):
         raise ValueError(f"window={window!r} is not valid: it must be {WINDOWS}")
 
     def share(step: int | Tensor) -> float | Tensor:
-        if isinstance(step, Tensor):  # in float64, as a number of the host's is
+        if isinstance(step, Tensor):  # in float64, like a Python number
             k = step.double()
             return 1 / ((window * k).clamp(min=1) if window < 1 else k.clamp(max=window))
         return 1 / (max(1, window * step) if window < 1 else min(window, step))
@@ -82,5 +102,5 @@ def averaging(window: float) -> Callable[[Any], Any]:
 
 
 def angle_degrees(lr: float, kappa: float) -> float:
-    """The angle by which a step of length lr * kappa, tangent to a unit row, turns it."""
+    """Return the angle by which a tangent step of length lr * kappa turns a unit row."""
     return degrees(atan(lr * kappa))

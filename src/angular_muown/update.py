@@ -7,11 +7,11 @@ function in a group would break `torch.load(weights_only=True)`.
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
-from angular_muown.params.options import rates
+from angular_muown.params.options import Group, rates
 from angular_muown.params.stacks import Stack
 from angular_muown.stages.charts import Split, row_signs, surely_none
 from angular_muown.stages.context import Context
@@ -113,24 +113,24 @@ def resume(equation: Equation, Q: Tensor) -> None:
         equation.send(Q)
 
 
-def polar_of(group: dict[str, Any]) -> Orthogonalizer:
+def polar_of(group: Group) -> Orthogonalizer:
     name = group["orthogonalize"]
     return polar_express if name == TANGENT else ORTHOGONALIZERS[name]
 
 
-def scale_of(group: dict[str, Any]) -> Callable[[int, int], float]:
+def scale_of(group: Group) -> Callable[[int, int], float]:
     return SCALES[group["scale"]]
 
 
-def radius_of(group: dict[str, Any]) -> Adam | LogAdam | Fixed:
+def radius_of(group: Group) -> Adam | LogAdam | Fixed:
     return RADII[group["radius"]](group["betas"], group["eps"])
 
 
-def normalize_of(group: dict[str, Any]) -> Normalize:
+def normalize_of(group: Group) -> Normalize:
     return AsIs() if group["row_beta"] is None else RowSecondMoment(group["row_beta"])
 
 
-def update(stack: Stack, recipe: Recipe, group: dict[str, Any]) -> Equation:
+def update(stack: Stack, recipe: Recipe, group: Group) -> Equation:
     """Take one step of every matrix in a stack: the family's equation, top to bottom.
 
     It pauses where it needs whole matrices. If they are sharded, each rank computes its part of
@@ -156,7 +156,7 @@ def update(stack: Stack, recipe: Recipe, group: dict[str, Any]) -> Equation:
 
 
 def update_alone(
-    stack: Stack, recipe: Recipe, group: dict[str, Any], observers: Sequence[Observer] = ()
+    stack: Stack, recipe: Recipe, group: Group, observers: Sequence[Observer] = ()
 ) -> None:
     """Take a step of matrices that are entirely on this rank."""
     equation = update(stack, recipe, group)

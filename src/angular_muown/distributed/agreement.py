@@ -17,7 +17,7 @@ from angular_muown.cuda_graph import OWN
 from angular_muown.distributed.collectives import all_gather
 from angular_muown.distributed.exchange import SharedParameter
 from angular_muown.distributed.mesh import RankGroup, is_sharded, local
-from angular_muown.params.options import RULES
+from angular_muown.params.options import RULES, Group
 from angular_muown.stages.orthogonalize import Iteration, Orthogonalizer
 
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -73,7 +73,7 @@ class Agreement:
         self.pending: Answer | None = None
 
     def check(
-        self, members: Sequence[SharedParameter], groups: Sequence[dict[str, Any]], observed: bool
+        self, members: Sequence[SharedParameter], groups: Sequence[Group], observed: bool
     ) -> None:
         """Before anything moves. A host does not wait for a GPU: there the answer is looked at in
         the next step, but for a new plan at once."""
@@ -177,13 +177,13 @@ class Agreement:
                 if theirs[name] != plain[name]:
                     raise RuntimeError(
                         f"the gradient of parameter {name!r} is not the same on ranks "
-                        f"{self.rank_group.ranks[self.rank_group.index]} and {rank}: average gradients first, "
-                        "as DistributedDataParallel does, or pass process_group=False to let every "
-                        "rank step alone"
+                        f"{self.rank_group.ranks[self.rank_group.index]} and {rank}: average "
+                        "gradients first, as DistributedDataParallel does, or pass "
+                        "process_group=False to let every rank step alone"
                     )
 
 
-def settings_of(group: dict[str, Any]) -> dict[str, Any]:
+def settings_of(group: Group) -> dict[str, Any]:
     """Lists as tuples: a state dict's are lists."""
     known = ((key, group[key]) for key in SETTINGS if key in group)
     return {key: tuple(x) if isinstance(x, list) else x for key, x in known}

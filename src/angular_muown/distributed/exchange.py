@@ -20,7 +20,7 @@ from angular_muown.distributed.mesh import Sharding, local
 from angular_muown.params.layout import Layout, Slice2D
 from angular_muown.params.options import Group
 from angular_muown.params.stacks import OpenParameter, Stack
-from angular_muown.stages.context import Context
+from angular_muown.stages.context import Context, State
 from angular_muown.stages.orthogonalize import Iteration, iteration_dtype
 from angular_muown.update import Equation, Observer, Recipe, resume
 
@@ -44,7 +44,7 @@ class SharedParameter:
         assert self._opened is not None, "open() comes before the step"
         return self._opened
 
-    def open(self, state: dict[str, Any]) -> None:
+    def open(self, state: State) -> None:
         self._opened = OpenParameter(self.parameter, state, self.layout, self.sharding)
 
     @property

@@ -7,7 +7,6 @@ stages that the kernels know. Nobody chooses: the two paths compute the same fun
 
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from angular_muown.kernels.columns import ROW_STATE
 from angular_muown.kernels.polar_chain import TILE
 from angular_muown.params.layout import Layout
 from angular_muown.stages.charts import Flat, Oblique, WeightNorm
+from angular_muown.stages.context import State
 from angular_muown.stages.normalize import AsIs, RowSecondMoment
 from angular_muown.stages.orthogonalize import Iteration, Orthogonalizer
 from angular_muown.stages.radius import Adam, Fixed, LogAdam
@@ -75,7 +75,7 @@ def fits(shape: torch.Size, layout: Layout) -> bool:
     )
 
 
-def covers(p: Tensor, state: dict[str, Any], layout: Layout) -> bool:
+def covers(p: Tensor, state: State, layout: Layout) -> bool:
     """Whether a parameter with a gradient and state can be stepped where it lies."""
     grad = p.grad
     return (

@@ -29,8 +29,10 @@ from angular_muown.kernels.launch import Batch, Choices, Chunk, divide, launch, 
 from angular_muown.kernels.pointers import PinnedRing, Where, dtypes_of, table, where
 from angular_muown.kernels.polar_chain import SCALE, allocate, chain_for
 from angular_muown.params.layout import Layout
+from angular_muown.params.options import Group
 from angular_muown.params.rounding import hash_seed
 from angular_muown.stages.charts import normalize_rows
+from angular_muown.stages.context import State
 from angular_muown.stages.normalize import RowSecondMoment
 from angular_muown.stages.radius import ByAdam
 from angular_muown.update import Observer, Recipe
@@ -45,7 +47,7 @@ class FusedStep:
     def __init__(
         self,
         params: Sequence[Tensor],
-        states: Sequence[dict[str, Any]],
+        states: Sequence[State],
         layout: Layout,
         choices: Choices,
         budget: int,
@@ -201,7 +203,7 @@ WORDS = 1 << 32  # values of a 32-bit word
 
 
 def write_numbers(
-    step: FusedStep, group: dict[str, Any], recipe: Recipe, lr: Rate, radius_lr: Rate, t: Tensor
+    step: FusedStep, group: Group, recipe: Recipe, lr: Rate, radius_lr: Rate, t: Tensor
 ) -> None:
     """`t`: Adam's count of each parameter, this step included."""
     if group["capturable"]:
@@ -213,7 +215,7 @@ def write_numbers(
 
 def _on_host(
     step: FusedStep,
-    group: dict[str, Any],
+    group: Group,
     recipe: Recipe,
     lr: float,
     radius_lr: float,
@@ -240,7 +242,7 @@ def _on_host(
 
 def _on_device(
     step: FusedStep,
-    group: dict[str, Any],
+    group: Group,
     recipe: Recipe,
     lr: Rate,
     radius_lr: Rate,
@@ -264,9 +266,7 @@ def _betas(recipe: Recipe) -> tuple[float, float]:
     return recipe.radius.betas if isinstance(recipe.radius, ByAdam) else (0.0, 0.0)
 
 
-def _line(
-    group: dict[str, Any], recipe: Recipe, turn: float, radius_lr: float, decay: float
-) -> list[float]:
+def _line(group: Group, recipe: Recipe, turn: float, radius_lr: float, decay: float) -> list[float]:
     """A stage's numbers are its own: a member of the user's may have others than the group."""
     line = [0.0] * NUMBERS
     line[BETA] = group["momentum"]
@@ -296,7 +296,7 @@ class FusedGroups:
         self.kept: list[FusedStep | Tensor] = []  # what graphs of the user read
 
     @staticmethod
-    def of(groups: Sequence[dict[str, Any]]) -> "FusedGroups":
+    def of(groups: Sequence[Group]) -> "FusedGroups":
         """With the work buffer that the groups' `workspace` allows."""
         matrices = [group for group in groups if group["algorithm"] == "matrix"]
         sizes = [
@@ -308,8 +308,8 @@ class FusedGroups:
         self,
         index: int,
         params: Sequence[Tensor],
-        states: Sequence[dict[str, Any]],
-        group: dict[str, Any],
+        states: Sequence[State],
+        group: Group,
         recipe: Recipe,
         rates: tuple[float | Tensor, float | Tensor],
         observers: Observers = (),
@@ -350,8 +350,8 @@ class FusedGroups:
         self,
         index: int,
         params: Sequence[Tensor],
-        states: Sequence[dict[str, Any]],
-        group: dict[str, Any],
+        states: Sequence[State],
+        group: Group,
         recipe: Recipe,
     ) -> tuple[FusedStep | None, Where | None, list[Tensor]]:
         layout, choices = Layout.of(group), Choices.of(recipe, group)

@@ -23,6 +23,7 @@ from angular_muown.kernels.triton.rows import (
     second_moment_kernel,
     squares_kernel,
 )
+from angular_muown.params.options import Group
 from angular_muown.params.rounding import DROPPED_BITS
 from angular_muown.stages.charts import chord_angle
 from angular_muown.stages.normalize import RowSecondMoment
@@ -81,7 +82,7 @@ class Choices:
         return self.noise and dtype in DROPPED_BITS
 
     @staticmethod
-    def of(recipe: Recipe, group: dict[str, Any]) -> "Choices":
+    def of(recipe: Recipe, group: Group) -> "Choices":
         assert isinstance(recipe.orthogonalize, Iteration), "coverage.knows comes first"
         return Choices(
             CHARTS[type(recipe.chart)],

@@ -17,6 +17,7 @@ from angular_muown.kernels.columns import (
     STATE_STRIDE,
 )
 from angular_muown.params.layout import Layout
+from angular_muown.stages.context import State
 
 
 class Where(NamedTuple):
@@ -36,7 +37,7 @@ class Where(NamedTuple):
         return self.weights, self.momenta, self.counters, self.state
 
 
-def where(params: Sequence[Tensor], states: Sequence[dict[str, Any]]) -> Where:
+def where(params: Sequence[Tensor], states: Sequence[State]) -> Where:
     """Looked up at every step: hence `map`, which costs the host least."""
     grads: list[Any] = [p.grad for p in params]
     kept = [name for name in ROW_STATE if name in states[0]]
@@ -99,12 +100,12 @@ class Table:
         return lines
 
 
-def dtypes_of(p: Tensor, state: dict[str, Any]) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+def dtypes_of(p: Tensor, state: State) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
     assert p.grad is not None
     return p.dtype, p.grad.dtype, state["momentum_buffer"].dtype
 
 
-def table(params: Sequence[Tensor], states: Sequence[dict[str, Any]], layout: Layout) -> Table:
+def table(params: Sequence[Tensor], states: Sequence[State], layout: Layout) -> Table:
     lines: dict[Kind, list[tuple[list[int], int]]] = defaultdict(list)
     for index, (p, state) in enumerate(zip(params, states, strict=True)):
         dtypes = dtypes_of(p, state)

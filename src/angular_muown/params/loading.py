@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from angular_muown.distributed.mesh import is_sharded, local, shard_like, whole
 from angular_muown.params.layout import Layout
 from angular_muown.params.options import (
     Group,
+    Values,
     check_foreach,
     check_values,
     is_count,
@@ -30,6 +31,7 @@ from angular_muown.schedules import is_number
 from angular_muown.update import Recipe
 
 StateDict = dict[str, Any]
+SavedGroup = dict[str, Any]
 State = dict[str, Any]
 SHAPED_LIKE_WEIGHT = ("momentum_buffer", "master", "average")
 # What gives the state its meaning: a state dict with other values belongs to other groups.
@@ -50,7 +52,7 @@ class Loads(Protocol):
     """What loading needs of an engine."""
 
     param_groups: list[Group]
-    defaults: Group
+    defaults: dict[str, Any]
     state: Any
 
     def recipe(self, group: Group) -> Recipe: ...
@@ -61,7 +63,7 @@ class Loads(Protocol):
 class Contents:
     """What a state dict holds for an optimizer, checked, in the optimizer's order."""
 
-    groups: list[Group]
+    groups: list[SavedGroup]
     states: dict[Tensor, State]
     others: dict[Any, Any]  # state that belongs to no parameter
     surprises: list[str]
@@ -153,7 +155,7 @@ def _check_kinds(optimizer: Loads, state_dict: StateDict) -> None:
             _list_of(saved, i, "param_names", len(group["params"]))
 
 
-def _list_of(saved: Group, index: int, key: str, count: int) -> list[Any]:
+def _list_of(saved: Values, index: int, key: str, count: int) -> list[Any]:
     if key not in saved:
         raise ValueError(f"group {index} of the state dict has no {key}")
     values = saved[key]
@@ -181,7 +183,7 @@ def _check_family(optimizer: Loads, state_dict: StateDict) -> None:
             )
 
 
-def _complete(optimizer: Loads, index: int, saved: Group) -> Group:
+def _complete(optimizer: Loads, index: int, saved: Values) -> SavedGroup:
     """A copy of a saved group with the defaults for what it lacks, because it is older; checked."""
     own = optimizer.param_groups[index]
     start = {key: own[key] for key in ("base_lr",) if key in own}
@@ -204,7 +206,7 @@ def _complete(optimizer: Loads, index: int, saved: Group) -> Group:
     return group
 
 
-def _copy_of(saved: Group, index: int, defaults: Group) -> Group:
+def _copy_of(saved: Values, index: int, defaults: Values) -> SavedGroup:
     group = {}
     for key, value in saved.items():
         try:
@@ -228,7 +230,7 @@ def _integer(value: Any, otherwise: Any) -> Any:
     return int(value) if is_number(value) and value == int(value) else otherwise
 
 
-def _check_meaning(optimizer: Loads, saved_groups: list[Group]) -> None:
+def _check_meaning(optimizer: Loads, saved_groups: list[SavedGroup]) -> None:
     for i, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
         for key in MEANING:
             here, there = (list(v) if isinstance(v := g[key], tuple) else v for g in (group, saved))
@@ -239,7 +241,7 @@ def _check_meaning(optimizer: Loads, saved_groups: list[Group]) -> None:
                 )
 
 
-def _check_not_lost(optimizer: Loads, saved_groups: list[Group], states: Any) -> None:
+def _check_not_lost(optimizer: Loads, saved_groups: list[SavedGroup], states: Any) -> None:
     """torch's flat load asks an optimizer for the names of its state, and does not let it make any
     while gradients exist: it passes on a state of nothing for every parameter."""
     for i, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
@@ -258,7 +260,7 @@ def _check_not_lost(optimizer: Loads, saved_groups: list[Group], states: Any) ->
             )
 
 
-def _changed_values(optimizer: Loads, saved_groups: list[Group]) -> list[str]:
+def _changed_values(optimizer: Loads, saved_groups: list[SavedGroup]) -> list[str]:
     pairs = zip(optimizer.param_groups, saved_groups, strict=True)
     return [
         f"group {i}: {key}={saved[key]!r} from the state dict replaces {key}={group[key]!r}; to "
@@ -289,14 +291,14 @@ def _dropped_averages(optimizer: Loads, state_dict: StateDict) -> list[str]:
 class Entries:
     """Reads the state of parameters of one group."""
 
-    def __init__(self, own: Group, saved: Group, optimizer: Loads) -> None:
+    def __init__(self, own: Values, saved: SavedGroup, optimizer: Loads) -> None:
         self.group, self.layout = saved, Layout.of(saved)
         self.matrices = saved["algorithm"] == "matrix"
         self.needed, self.vectors = ("step", *MOMENTS), ()
         if self.matrices:
             # also for the method that the group has now: the user may set it again
             kept = {**saved, **{key: own[key] for key in METHOD if key in own}}
-            recipes = [optimizer.recipe(group) for group in (saved, kept)]
+            recipes = [optimizer.recipe(cast(Group, group)) for group in (saved, kept)]
             self.needed = ("step", "momentum_buffer")
             self.vectors = tuple(dict.fromkeys(name for r in recipes for name in r.state_names))
 

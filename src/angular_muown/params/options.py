@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from math import inf, isfinite
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal, Required, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from angular_muown.params.layout import VIEWS, Layout
+from angular_muown.params.layout import VIEWS, Cut, Layout
 from angular_muown.params.roles import FSDP1, is_a, what_flattened
 from angular_muown.schedules import WINDOWS, is_number, is_window
 from angular_muown.stages.orthogonalize import ORTHOGONALIZERS
@@ -21,32 +21,112 @@ from angular_muown.stages.radius import RADII
 from angular_muown.stages.scale import SCALES
 from angular_muown.stages.tangent import TANGENT
 
-Group = dict[str, Any]
 
-ENGINE_DEFAULTS: Group = {
+class CommonOptions(TypedDict, total=False):
+    """Keyword arguments that every member of the family takes. `COMMON_DEFAULTS` has the defaults.
+
+    Args:
+        momentum: decay beta of the momentum M, in [0, 1).
+        nesterov: True orthogonalizes the look-ahead T + beta M, False orthogonalizes M.
+        betas: Adam's two decay rates, for row lengths, gains and groups with algorithm="adamw".
+        eps: Adam's epsilon, likewise.
+        maximize: ascend instead of descending.
+        state_dtype: dtype of the momentum, "float32", "float64" or "bfloat16"; None is float32
+            (float64 for float64 weights).
+        write_back: how 16-bit weights are stored, by "stochastic" rounding or next to a float32
+            "master" copy.
+        capturable: keep lr and counters on the device, so that a CUDA graph can record a step.
+        workspace: memory that a step may take in addition to parameters, gradients and state, as a
+            fraction of the matrices' size. It bounds the kernels' work buffer, the eager step's
+            copies (of at least 2^24 elements at a time) and matrices in transit between ranks.
+        average: keep an average of recent weights for `with optimizer.averaged():`, over a fraction
+            of the steps so far (0.1: about the last tenth) or over a number of steps. None keeps
+            none. It takes 4 bytes per parameter and does not change the training.
+        process_group: ranks that hold copies of plain parameters (DDP) and share the work. None is
+            the default group (on a GPU every rank works by itself), False is every rank by itself.
+            DTensors (FSDP2, tensor parallel) bring their own ranks.
+        wire_dtype: dtype of matrices in transit between ranks, "float32", "float64" or "bfloat16";
+            None is the one the polar factor is computed in.
+    """
+
+    momentum: float
+    nesterov: bool
+    betas: tuple[float, float]
+    eps: float
+    maximize: bool
+    state_dtype: str | torch.dtype | None
+    write_back: str
+    capturable: bool
+    workspace: float
+    average: float | None
+    process_group: dist.ProcessGroup | Literal[False] | None
+    wire_dtype: str | None
+
+
+COMMON_DEFAULTS: CommonOptions = {
     "momentum": 0.95,
     "nesterov": True,
     "betas": (0.9, 0.95),
     "eps": 1e-8,
-    "weight_decay": 0.0,
     "maximize": False,
     "state_dtype": None,
     "write_back": "stochastic",
+    "capturable": False,
+    "workspace": 0.25,
+    "average": None,
+    "process_group": None,
+    "wire_dtype": None,
+}
+
+
+class Group(CommonOptions, total=False):
+    """A param group: plain values only, so that `torch.load(weights_only=True)` reads them."""
+
+    params: Required[list[Tensor]]
+    param_names: list[str]
+    family: str  # the member that the state belongs to
+    algorithm: str
+    view: str
+    transposed: bool
+    blocks: Cut | None
+    column_blocks: Cut | None
+    lr: Required[float | Tensor]
+    base_lr: float  # lr when the group was added: radius_lr is relative to it
+    step: int | Tensor  # steps taken: kappa's clock
+    averaged: int | Tensor  # steps that the averages have seen
+    weight_decay: float
+    scale: str
+    orthogonalize: str
+    tangent_steps: int
+    warmup_steps: int
+    decay_scale: float
+    decay_degree: float
+    row_beta: float | None
+    radius: str
+    radius_lr: float | None
+    foreach: bool | None  # of AdamW groups
+    fused: bool | None
+
+
+Values = Mapping[str, Any]  # of a group that may be incomplete, or not checked yet
+
+
+# What a group holds if nobody sets it. `process_group` belongs to the optimizer as a whole.
+CONSTRUCTOR_KEYS = ("process_group",)
+ENGINE_DEFAULTS: dict[str, Any] = {
+    **{key: value for key, value in COMMON_DEFAULTS.items() if key not in CONSTRUCTOR_KEYS},
+    "weight_decay": 0.0,
     "algorithm": "matrix",
     "view": "matrix",
     "transposed": False,
     "blocks": None,
     "column_blocks": None,
-    "step": 0,  # the group's steps so far: kappa's clock
-    "capturable": False,
-    "workspace": 0.25,
-    "average": None,
-    "averaged": 0,  # steps that the averages have seen
-    "wire_dtype": None,
+    "step": 0,
+    "averaged": 0,
 }
 
 
-def normalize_group(group: Group, defaults: Group, kind: Any) -> Group:
+def normalize_group(group: Values, defaults: Values, kind: Any) -> dict[str, Any]:
     """A copy, so that one plan can serve several optimizers, with names and numbers only. The
     member's name goes along, so that another's state is recognised; a subclass of the user's counts
     as its parent."""
@@ -57,7 +137,7 @@ def normalize_group(group: Group, defaults: Group, kind: Any) -> Group:
     return group
 
 
-def plain_values(group: Group) -> Group:
+def plain_values(group: Values) -> dict[str, Any]:
     """The same values with Python's own numbers: `torch.load(weights_only=True)` reads no others,
     such as NumPy's."""
     return {k: v if k in ("params", "param_names") else plain_value(v) for k, v in group.items()}
@@ -76,11 +156,6 @@ def plain_value(value: Any) -> Any:
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
         return value.item()  # its bool, which is not a number, and arrays of one
     return value
-
-
-def arguments(local_names: Group) -> Group:
-    """A member's keyword arguments, from `locals()`: the group's defaults one to one."""
-    return {k: v for k, v in local_names.items() if k not in ("self", "params", "__class__")}
 
 
 def rates(group: Group, dtype: torch.dtype) -> tuple[float | Tensor, float | Tensor]:
@@ -134,7 +209,6 @@ def _key(value: Any) -> Any:
 
 ALGORITHMS = ("matrix", "adamw")
 WRITE_BACKS = ("stochastic", "master")
-CONSTRUCTOR_KEYS = ("process_group",)  # one value for all groups
 # Options of version 0.1 that brought nothing (docs/log.md), with the values that turned them off.
 REMOVED = {
     "tangent_momentum": False,
@@ -233,7 +307,7 @@ def check_no_model(params: Any, family: str) -> None:
         raise TypeError(f"{family} got a model: pass plan(model), which sorts its parameters")
 
 
-def check_keys(group: Mapping[str, Any], defaults: Mapping[str, Any], family: str) -> None:
+def check_keys(group: Values, defaults: Mapping[str, Any], family: str) -> None:
     """Frameworks keep keys of their own in groups; a slip of the pen would be one of those."""
     if not isinstance(group, dict) or "params" not in group:
         raise TypeError(f"a param group must be a dict with the key 'params', not {group!r}")
@@ -283,7 +357,7 @@ def listed(params: Any) -> Any:
     return found
 
 
-def check_values(group: Mapping[str, Any]) -> None:
+def check_values(group: Values) -> None:
     for key, (is_valid, wanted) in RULES.items():
         if key in group and not is_valid(group[key]):
             raise ValueError(f"{key}={group[key]!r} is not valid: it must be {wanted}")
@@ -293,7 +367,7 @@ def check_values(group: Mapping[str, Any]) -> None:
         _check_combinations(group)
 
 
-def check_foreach(group: Mapping[str, Any]) -> None:
+def check_foreach(group: Values) -> None:
     """What torch's AdamW would refuse at the step, after others have moved."""
     if group["algorithm"] != "adamw" or not group.get("foreach"):
         return
@@ -306,7 +380,7 @@ def check_foreach(group: Mapping[str, Any]) -> None:
         )
 
 
-def _check_combinations(group: Mapping[str, Any]) -> None:
+def _check_combinations(group: Values) -> None:
     """Values of a group of matrices that are valid by themselves."""
     start = "base_lr" if "base_lr" in group else "lr"  # a schedule may have brought lr to 0 since
     if group.get("radius_lr") is not None and float(group[start]) == 0:
@@ -341,7 +415,7 @@ def check_copy(process_group: Any) -> None:
         )
 
 
-def parameter_names(group: Mapping[str, Any], index: int) -> list[str]:
+def parameter_names(group: Values, index: int) -> list[str]:
     """A name for each parameter of a group, for errors and reports."""
     if "param_names" in group:
         return list(group["param_names"])
@@ -373,7 +447,7 @@ def _check_not_flat(p: Tensor, label: str) -> None:
         raise ValueError(f"{label} was flattened by {culprit}: {UNFLATTENED[culprit]}")
 
 
-def check_parameter(p: Tensor, name: str, group: Mapping[str, Any]) -> None:
+def check_parameter(p: Tensor, name: str, group: Values) -> None:
     """A parameter in a group for matrices has to be readable as matrices."""
     label = f"parameter {name!r} (shape {tuple(p.shape)}, {p.dtype}, {p.layout})"
     elsewhere = "put it into a group with algorithm='adamw', or let plan(model) sort it"
@@ -394,7 +468,7 @@ def check_parameter(p: Tensor, name: str, group: Mapping[str, Any]) -> None:
         raise ValueError(f"{label} {error}") from None
 
 
-def with_gradient(group: Mapping[str, Any], index: int) -> list[Tensor]:
+def with_gradient(group: Values, index: int) -> list[Tensor]:
     """The group's parameters that have a gradient. Looked at before anything moves: a step is taken
     by all parameters or by none. Once for every parameter and step: it is short for the host."""
     found, matrices = [], group["algorithm"] == "matrix"
@@ -420,7 +494,7 @@ def with_gradient(group: Mapping[str, Any], index: int) -> list[Tensor]:
     return found
 
 
-def check_clock(group: Mapping[str, Any], index: int) -> None:
+def check_clock(group: Values, index: int) -> None:
     """The numbers of a group that every step reads, and that users and schedulers write. A tensor
     on the device is not waited for."""
     for key in ("step", "averaged"):
@@ -447,7 +521,7 @@ def _is_finite(x: Any) -> bool:
 
 
 def _check_number(
-    group: Mapping[str, Any], index: int, key: str, is_valid: Callable[[Any], bool], wanted: str
+    group: Values, index: int, key: str, is_valid: Callable[[Any], bool], wanted: str
 ) -> None:
     if key not in group:
         raise ValueError(f"group {index} has no {key}: it must be {wanted}")
@@ -457,7 +531,7 @@ def _check_number(
         )
 
 
-def check_group(group: Mapping[str, Any], index: int) -> None:
+def check_group(group: Values, index: int) -> None:
     """The values of a group that is part of an optimizer already, but for those that change from
     step to step: `check_clock` looks at them, and they may be tensors."""
     try:
@@ -468,7 +542,7 @@ def check_group(group: Mapping[str, Any], index: int) -> None:
 
 
 def check_fit(
-    groups: Mapping[int, Mapping[str, Any]],
+    groups: Mapping[int, Values],
     params: Iterable[Tensor],
     states: Iterable[Mapping[str, Any]],
 ) -> None:
@@ -490,9 +564,7 @@ def check_fit(
             _refuse_state(groups, p, "step", None)
 
 
-def _refuse_state(
-    groups: Mapping[int, Mapping[str, Any]], p: Tensor, name: str, value: Tensor | None
-) -> None:
+def _refuse_state(groups: Mapping[int, Values], p: Tensor, name: str, value: Tensor | None) -> None:
     names = (
         own
         for i, group in groups.items()

@@ -18,7 +18,12 @@ SHOWN = ("params", "algorithm", "view", "transposed", "blocks", "column_blocks",
 
 
 class Plan(list[dict[str, Any]]):
-    """Param groups with (name, parameter) pairs; printed, one line for each parameter."""
+    """Param groups with (name, parameter) pairs. Printing it shows one line per parameter.
+
+    Args:
+        groups: the groups, each a dict with `params` and its values.
+        reasons: parameter name -> why it is in its group.
+    """
 
     def __init__(self, groups: Iterable[dict[str, Any]], reasons: Mapping[str, str]) -> None:
         super().__init__(groups)

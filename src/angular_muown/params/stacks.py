@@ -139,7 +139,7 @@ class OpenParameter:
     """A parameter that takes part in this step, with its state, open for reading and writing."""
 
     parameter: Tensor
-    state: dict[str, Any]
+    state: State
     layout: Layout
     sharding: "Sharding | None" = None  # set if ranks share the work
     working: Tensor = field(init=False)

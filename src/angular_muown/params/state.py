@@ -1,7 +1,6 @@
 """The state of a parameter, at zero: made before the first step, spread over ranks as it is."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,6 +8,8 @@ from torch import Tensor
 from angular_muown import adamw
 from angular_muown.distributed.mesh import is_sharded, local, zero_vector, zeros_like
 from angular_muown.params.layout import Layout
+from angular_muown.params.options import Group
+from angular_muown.stages.context import State
 from angular_muown.update import Recipe
 
 
@@ -18,7 +19,7 @@ def has_state(p: Tensor) -> bool:
     return p.grad is not None or is_sharded(p)
 
 
-def is_state_probe(groups: Sequence[dict[str, Any]], active: Sequence[Sequence[Tensor]]) -> bool:
+def is_state_probe(groups: Sequence[Group], active: Sequence[Sequence[Tensor]]) -> bool:
     """torch's distributed checkpoint makes a fresh optimizer's state by a step with lr = 0 and zero
     gradients. It shall create the state and change nothing: no counter, no weight."""
     if any(float(group["lr"]) != 0 for group in groups):
@@ -35,11 +36,11 @@ def is_state_probe(groups: Sequence[dict[str, Any]], active: Sequence[Sequence[T
 
 
 def ensure_states(
-    known: Mapping[Tensor, dict[str, Any]],
+    known: Mapping[Tensor, State],
     params: Sequence[Tensor],
-    group: dict[str, Any],
+    group: Group,
     recipe: Recipe | None,
-) -> list[dict[str, Any]]:
+) -> list[State]:
     """One for each parameter, with all that a step needs. Every step asks, and the hash of a tensor
     costs the host more than all the rest of it: hence once."""
     wanted, master = (
@@ -56,8 +57,8 @@ def ensure_states(
 
 
 def states_of(
-    states: list[dict[str, Any]], owners: Sequence[Tensor], params: Sequence[Tensor]
-) -> list[dict[str, Any]]:
+    states: list[State], owners: Sequence[Tensor], params: Sequence[Tensor]
+) -> list[State]:
     """Those of some of the owners."""
     if params is owners:
         return states
@@ -65,9 +66,7 @@ def states_of(
     return [known[id(p)] for p in params]
 
 
-def init_state(
-    p: Tensor, state: dict[str, Any], group: dict[str, Any], recipe: Recipe | None
-) -> None:
+def init_state(p: Tensor, state: State, group: Group, recipe: Recipe | None) -> None:
     """Add what is missing. `recipe` is None for AdamW's parameters."""
     compute = torch.promote_types(p.dtype, torch.float32)
     if recipe is None:
@@ -81,13 +80,13 @@ def init_state(
 
 
 def _init_matrices(
-    p: Tensor, state: dict[str, Any], group: dict[str, Any], recipe: Recipe, compute: torch.dtype
+    p: Tensor, state: State, group: Group, recipe: Recipe, compute: torch.dtype
 ) -> None:
     if "step" not in state:
         # float32 on the host: a bf16 counter stops at 256, one on the device costs a sync
         device = p.device if group["capturable"] else "cpu"
         state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-        dtype = getattr(torch, group["state_dtype"]) if group["state_dtype"] else compute
+        dtype = getattr(torch, str(group["state_dtype"])) if group["state_dtype"] else compute
         state["momentum_buffer"] = zeros_like(p, dtype)
     for name in recipe.state_names:
         if name not in state:

@@ -54,7 +54,7 @@ def stepped(member: Any, device: str, exchanged: bool) -> list[torch.Tensor]:
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("default")
     session.sharding_of, session.holders_of_copies = own, holders
-    assert bool(optimizer._session and optimizer._session.known) == exchanged
+    assert bool(optimizer._session and optimizer._session.groups) == exchanged
     return [p.detach().cpu() for p in params]
 
 

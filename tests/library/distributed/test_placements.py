@@ -172,7 +172,7 @@ def summed() -> list[tuple[int, int]]:
     for placement in ("rows", "columns"):
         own, _ = made(SKINNY, PLACEMENTS[placement], torch.float32)
         [plan] = AngularMuown(own).exchange_plan().assignments
-        found += [(plan.jobs[i].m, plan.jobs[i].n) for i in plan.summed]
+        found += [(plan.tasks[i].m, plan.tasks[i].n) for i in plan.summed]
     return found
 
 

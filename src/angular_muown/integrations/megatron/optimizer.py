@@ -23,6 +23,7 @@ from angular_muown.integrations.megatron.checkpoint import save_row_vectors
 from angular_muown.integrations.megatron.marks import frozen, is_matrix, mark
 from angular_muown.integrations.megatron.views import Group, Shown, parts_of
 from angular_muown.optimizers import AngularMuown
+from angular_muown.params.options import Group as ParamGroup
 from angular_muown.params.state import init_state
 
 NAME = "angular_muown"
@@ -95,7 +96,7 @@ class MegatronAngularMuown(AngularMuown):
         for view in (view for views in shown for view in views):
             view.put_back()
 
-    def _show(self, p: Tensor, group: dict[str, Any]) -> Shown:
+    def _show(self, p: Tensor, group: ParamGroup) -> Shown:
         if p.ndim != 2:
             raise ValueError(
                 f"a parameter of shape {tuple(p.shape)} is no matrix: Megatron's distributed "

@@ -1,0 +1,53 @@
+"""help() explains every argument of every public name."""
+
+import inspect
+import re
+from typing import Any
+
+import pytest
+
+import angular_muown
+from angular_muown import Engine
+from angular_muown.params.options import COMMON_DEFAULTS, CommonOptions
+
+PUBLIC = {name: getattr(angular_muown, name) for name in angular_muown.__all__}
+MEMBERS = [
+    x for x in PUBLIC.values() if inspect.isclass(x) and issubclass(x, Engine) and x is not Engine
+]
+
+
+def callables() -> dict[str, Any]:
+    """Public functions and classes, and the public methods that these classes define."""
+    found = dict(PUBLIC)
+    for name, thing in PUBLIC.items():
+        if inspect.isclass(thing):
+            own = {k: v for k, v in vars(thing).items() if inspect.isfunction(v)}
+            found |= {f"{name}.{k}": v for k, v in own.items() if not k.startswith("_")}
+    return found
+
+
+@pytest.mark.parametrize("name", callables())
+def test_every_argument_is_explained(name: str) -> None:
+    thing = callables()[name]
+    doc = inspect.getdoc(thing) or ""
+    assert doc, f"{name} has no docstring"
+    for argument in inspect.signature(thing).parameters.values():
+        if argument.name != "self":
+            assert argument.kind is not argument.VAR_KEYWORD, f"{name} hides its options"
+            assert re.search(rf"\b{argument.name}\b", doc), f"{name} does not explain {argument}"
+
+
+@pytest.mark.parametrize("member", MEMBERS, ids=lambda m: m.__name__)
+def test_members_show_the_shared_options_with_their_defaults(member: type[Engine]) -> None:
+    shown = inspect.signature(member).parameters
+    assert COMMON_DEFAULTS.keys() == CommonOptions.__annotations__.keys()
+    for name, default in COMMON_DEFAULTS.items():
+        assert shown[name].default == default, name
+        assert shown[name].kind is inspect.Parameter.KEYWORD_ONLY
+    assert "Example:" in (member.__doc__ or "")
+
+
+@pytest.mark.parametrize("member", MEMBERS, ids=lambda m: m.__name__)
+def test_an_unknown_argument_is_refused_with_a_suggestion(member: type[Any]) -> None:
+    with pytest.raises(TypeError, match=r"'momentun'; did you mean 'momentum'\?"):
+        member([], momentun=0.9)
