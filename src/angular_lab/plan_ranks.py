@@ -17,9 +17,8 @@ from torch import Tensor
 from angular_lab.plots import Panel, Trace, save_png
 from angular_lab.rank_cost import Exchange, Machine, Team, estimate, polar_operations
 from angular_lab.rank_models import Grid, Shapes, pretended, sharded_model
-from angular_muown import AngularMuown, plan
+from angular_muown import AngularMuown, Group, plan
 from angular_muown.distributed.assignment import Assignment
-from angular_muown.params.options import Group
 from angular_muown.params.state import init_state
 
 

@@ -11,6 +11,7 @@ from angular_muown.optimizers import (
     NorMuon,
     NorMuown,
 )
+from angular_muown.params.options import Group
 from angular_muown.params.plan import Plan, plan
 from angular_muown.schedules import averaging, cosine, inverse_polynomial, wsd
 from angular_muown.update import Recipe
@@ -20,6 +21,7 @@ __all__ = [
     "AngleMonitor",
     "AngularMuown",
     "Engine",
+    "Group",
     "Hyperball",
     "MagnitudeDirection",
     "Muon",

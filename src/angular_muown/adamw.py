@@ -1,7 +1,7 @@
-"""AdamW for the parameters that are no hidden matrices: torch's own function, torch's own state.
+"""AdamW for parameters that are not hidden matrices: torch's own function and state.
 
-Bit for bit `torch.optim.AdamW`, including its choice between foreach and fused, which a group may
-set with the keys `foreach` and `fused`.
+It equals `torch.optim.AdamW` bit for bit, including its choice between foreach and fused, which a
+group may set with the keys `foreach` and `fused`.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 def init_state(p: Tensor, group: Group, state: State) -> None:
     if "step" in state:
         return
-    # As torch does: a counter on the host costs no kernel; the fused kernel and a recorded step
-    # want it on the device.
+    # As in torch: a counter on the host costs no kernel; the fused kernel and a recorded step need
+    # it on the device.
     device = p.device if group.get("fused") or group["capturable"] else "cpu"
     state["step"] = torch.zeros((), dtype=torch.float32, device=device)
     for name in MOMENTS:

@@ -1,8 +1,8 @@
-"""Charts: how a weight is read as direction and row lengths, and how it is written back.
+"""Charts: how a weight is read as directions and row lengths, and how it is written back.
 
-Every chart works on (..., m, n); row vectors are (..., m, 1) so that they broadcast over a row.
-W is the only truth: lengths and directions are read off it at every step, so weights that were
-changed from outside (a checkpoint, an EMA swap, pruning) are simply the next starting point.
+Every chart works on (..., m, n). Row vectors are (..., m, 1) and broadcast over a row. W is the
+only truth: each step reads lengths and directions from it, so a weight that was changed from
+outside (a checkpoint, an EMA swap, pruning) is simply the next starting point.
 """
 
 from math import expm1, log, sqrt
@@ -26,13 +26,12 @@ class Split(NamedTuple):
 
 
 def nonzero(x: Tensor) -> Tensor:
-    """A divisor: 1 in place of an exact zero. A floor such as 1e-7 would bend small values too."""
+    """Replace exact zeros by 1, for a divisor. A floor such as 1e-7 would distort small values."""
     return x.masked_fill(x.logical_not(), 1.0)
 
 
 def surely_none(mask: Tensor) -> bool:
-    """Whether no entry is true, as far as the host may know. What is left out then changes no
-    bit."""
+    """True if the host can see that no entry is true. Work that is skipped then changes no bit."""
     return reductions.may_look(mask) and not bool(mask.any())
 
 
@@ -41,21 +40,23 @@ def normalize_rows(X: Tensor, over: Reductions = LOCAL) -> Tensor:
 
 
 def chord_angle(chord: Tensor) -> Tensor:
-    """Radians between unit vectors that are so far apart: 2 asin(|v - u| / 2). arccos cannot see
-    below 3e-4 rad in float32."""
+    """Return the angle in radians between unit vectors at distance |v - u|: 2 asin(|v - u| / 2).
+
+    arccos of their inner product cannot resolve angles below 3e-4 rad in float32.
+    """
     return 2 * torch.asin((chord / 2).clamp(max=1))
 
 
 def tangent_part(X: Tensor, U: Tensor, over: Reductions = LOCAL) -> Tensor:
-    """X_i - <X_i, U_i> U_i, for unit rows U_i."""
+    """Project X onto the tangent space at unit rows U: X_i - <X_i, U_i> U_i."""
     return X - over.row_sum(X * U) * U
 
 
 def polar_coordinates(W: Tensor, G: Tensor, over: Reductions) -> tuple[Tensor, Tensor, Tensor]:
-    """Unit rows U, lengths g >= 0 and the radial gradient r_i = <G_i, U_i>.
+    """Return unit rows U, lengths g >= 0 and the radial gradient r_i = <G_i, U_i>.
 
-    A row at zero has no direction. It leaves along -G_i, its steepest descent, while Adam grows
-    its length from 0: continuous, and at most one learning rate long at the first step.
+    A zero row has no direction: it takes -G_i, its steepest descent, and Adam grows its length
+    from 0. The weight stays continuous and moves by at most one learning rate at the first step.
     """
     g = over.row_norm(W)
     at_zero = g == 0
@@ -68,7 +69,7 @@ def polar_coordinates(W: Tensor, G: Tensor, over: Reductions) -> tuple[Tensor, T
 
 
 class Flat:
-    """W itself, at the one length g = 1: nothing radial, the whole gradient moves the weight."""
+    """W itself, with g = 1: nothing is radial, and the whole gradient moves the weight."""
 
     state_names = ()
 
@@ -80,7 +81,7 @@ class Flat:
 
 
 class Oblique:
-    """W = Diag(g) U with unit rows: T = g (G - r U), retraction by row normalisation."""
+    """W = Diag(g) U with unit rows: T = g (G - r U), retraction by row normalization."""
 
     state_names = ()
 
@@ -96,8 +97,8 @@ class Oblique:
 class WeightNorm:
     """W = Diag(g / rho) R with R = rho U: the stored row norm rho divides the angle of a step.
 
-    Only rho is stored; R's direction is W's. T = (g / rho)(G - r U), the published code's rule.
-    A stored norm of 0 means "not set yet": it starts at the row's length, as R starts at W.
+    Only rho is stored; R has W's direction. T = (g / rho)(G - r U), as in the published code. A
+    stored norm of 0 means "not set yet": it starts at the row's length, since R starts at W.
     """
 
     state_names = ("stored_norm",)
@@ -111,7 +112,7 @@ class WeightNorm:
     def join(self, at: Split, step: Tensor, g: Tensor, context: Context) -> Tensor:
         rho = context.state["stored_norm"]
         R = rho * at.U + step
-        # A row that has not left zero keeps its direction U: R has no length to carry it yet.
+        # A row still at zero keeps its direction U: R has no length yet to represent it.
         R = torch.where(rho == 0, at.U, R)
         norm = context.reductions.row_norm(R)
         context.state["stored_norm"] = torch.where(rho == 0, rho, norm)
@@ -119,25 +120,28 @@ class WeightNorm:
 
 
 def row_signs(g: Tensor) -> Tensor:
-    """-1 where a length crossed zero. The row g U with g < 0 is |g| (-U): since lengths are read
-    off W as >= 0, everything stored that points along the row has to turn with it."""
+    """Return -1 for rows whose length crossed zero, and 1 for all others.
+
+    The row g U with g < 0 is |g| (-U). The next step reads its length from W as |g|, so everything
+    stored along the row must change sign with it.
+    """
     return 1 - 2 * (g < 0).to(g.dtype)
 
 
 # Charts of a sphere: W keeps one Frobenius norm g, and its direction learns as a whole.
 #
-# g is the norm that a matrix has when it is first seen. It is stored, one number for each matrix:
-# read off the weights anew at every step, it would wander with the rounding of 16-bit weights.
+# g is the norm of a matrix when it is first seen. It is stored, one number per matrix: read from
+# the weights at every step, it would drift with the rounding of 16-bit weights.
 
-ROUNDING = 2.0**-7  # the most that rounding to bf16 can change a norm, relative to it
+ROUNDING = 2.0**-7  # bound on the relative change of a norm by rounding to bf16
 GAIN_OF_ONE = log(expm1(1.0))  # where softplus is 1
 
 
 def gain(x: Tensor) -> Tensor:
-    """Softplus, shifted: of 0, with which states start, it is 1.
+    """Return softplus, shifted so that 0, the initial state, gives 1.
 
-    By exp and log1p: torch's softplus and sigmoid round some entries differently on the CPU,
-    depending on how many there are, and a stack would not be its matrices one by one.
+    Written with exp and log1p: on the CPU, torch's softplus and sigmoid round some entries
+    differently depending on the tensor's size, and a stack would differ from its matrices.
     """
     y = x + GAIN_OF_ONE
     return y.clamp(min=0) + torch.log1p(torch.exp(-y.abs()))
@@ -148,27 +152,27 @@ def gain_slope(x: Tensor) -> Tensor:
 
 
 def gains_of(context: Context) -> Tensor:
-    """a_i b_j, from the stored free variables of both."""
+    """Return a_i b_j from the stored free variables."""
     return gain(context.state["row_gain"]) * gain(context.state["column_gain"])
 
 
 def find_norm(X: Tensor, context: Context) -> Tensor:
-    """g. It is stored with a minus sign for a matrix that is on its way to g.
+    """Return g, which is stored with a minus sign while a matrix is growing towards it.
 
-    Where X's norm is not g and rounding cannot be the reason, somebody changed the weight: the
-    weight wins, and its norm is the new g. A matrix at zero has no norm to keep. It grows, as
-    under Muon, until it has the norm of unit rows, sqrt(m).
+    If X's norm differs from g by more than rounding explains, the weight was changed from outside:
+    its norm becomes the new g. A zero matrix has no norm to keep. It grows, as under Muon, until it
+    has the norm of unit rows, sqrt(m).
     """
     over, stored = context.reductions, context.state["matrix_norm"]
     norm = over.frobenius(X)
     seen = torch.where(norm == 0, torch.full_like(norm, -sqrt(over.shape(X)[0])), norm)
-    kept = torch.where(stored > 0, (norm - stored).abs() <= ROUNDING * stored, norm < -stored)
-    context.state["matrix_norm"] = torch.where(kept, stored, seen)
+    is_kept = torch.where(stored > 0, (norm - stored).abs() <= ROUNDING * stored, norm < -stored)
+    context.state["matrix_norm"] = torch.where(is_kept, stored, seen)
     return context.state["matrix_norm"].abs()
 
 
 def land(X: Tensor, g: Tensor, context: Context) -> Tensor:
-    """g X / |X|_F; a matrix on its way to the sphere is left alone until it arrives."""
+    """Return g X / |X|_F; a matrix that is still growing is not rescaled before it reaches g."""
     norm = context.reductions.frobenius(X)
     inside = (context.state["matrix_norm"] < 0) & (norm < 1)
     context.state["matrix_norm"] = torch.where(inside, -g, g)
@@ -176,7 +180,7 @@ def land(X: Tensor, g: Tensor, context: Context) -> Tensor:
 
 
 class Sphere:
-    """W = g U with |U|_F = 1: T = G, as Muon's; retraction by normalisation."""
+    """W = g U with |U|_F = 1: T = G, as in Muon; retraction by normalization."""
 
     state_names = ("matrix_norm",)
 
@@ -189,11 +193,11 @@ class Sphere:
 
 
 class GainedSphere:
-    """W = Diag(a) (g U) Diag(b) with |U|_F = 1 and gains a of the rows, b of the columns.
+    """W = Diag(a) (g U) Diag(b) with |U|_F = 1, row gains a and column gains b.
 
-    U is read off W with the stored gains, so a weight that was changed from outside stays as it
-    is. T = Diag(a) G Diag(b), the plain chain rule. r is the gradient for the products a_i b_j.
-    A step is meant for a sphere of the paper's radius, sqrt(max(m, n)).
+    U is computed from W with the stored gains, so a weight that was changed from outside is kept.
+    T = Diag(a) G Diag(b), the plain chain rule. r is the gradient for the products a_i b_j. Steps
+    are scaled for a sphere of the paper's radius, sqrt(max(m, n)).
     """
 
     state_names = ("matrix_norm", "row_gain", "column_gain")

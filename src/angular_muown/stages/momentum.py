@@ -4,10 +4,10 @@ from torch import Tensor
 
 
 def heavy_ball(M: Tensor, T: Tensor, beta: float, nesterov: bool) -> tuple[Tensor, Tensor]:
-    """M <- beta M + T and the matrix to orthogonalize: T + beta M (Nesterov) or M.
+    """Return M <- beta M + T and the matrix to orthogonalize: T + beta M (Nesterov) or M.
 
-    An EMA differs by the constant 1 - beta, which the polar factor does not see, as long as beta
-    stays constant.
+    An exponential average differs by the factor 1 - beta. The polar factor ignores it as long as
+    beta is constant.
     """
     M = beta * M + T
     return M, T + beta * M if nesterov else M

@@ -1,4 +1,4 @@
-"""What may happen to the polar factor Q before it becomes a step at U."""
+"""Normalization of the polar factor Q before it becomes a step."""
 
 from dataclasses import dataclass
 
@@ -10,6 +10,8 @@ from angular_muown.stages.context import Context
 
 
 class AsIs:
+    """No normalization."""
+
     state_names = ()
 
     def __call__(self, Q: Tensor, context: Context) -> Tensor:
@@ -17,7 +19,7 @@ class AsIs:
 
 
 class UnitNorm:
-    """Q / |Q|_F: the learning rate alone is the size of a step."""
+    """Q / |Q|_F: the learning rate alone determines the size of a step."""
 
     state_names = ()
 
@@ -27,8 +29,11 @@ class UnitNorm:
 
 @dataclass
 class RowSecondMoment:
-    """NorMuon (arXiv 2510.05491): v <- beta v + (1 - beta) mean(Q_i^2); Q_i / sqrt(v_i), then the
-    Frobenius norm that Q had. No bias correction: the restored norm cancels a common factor."""
+    """NorMuon (arXiv 2510.05491): v <- beta v + (1 - beta) mean(Q_i^2); Q_i / sqrt(v_i), rescaled
+    to the Frobenius norm that Q had.
+
+    There is no bias correction: restoring the norm cancels a common factor.
+    """
 
     beta: float
     state_names = ("row_second_moment",)
@@ -38,6 +43,6 @@ class RowSecondMoment:
         squares = over.row_sum(Q.square()) / over.shape(Q)[1]
         v = torch.lerp(squares, context.state["row_second_moment"], self.beta)
         context.state["row_second_moment"] = v
-        # A row that never got a gradient has v = 0 and Q_i = 0: 0/0 must stay 0.
+        # A row that never had a gradient has v = 0 and Q_i = 0: 0/0 must give 0.
         scaled = Q / nonzero(v.sqrt())
         return scaled * (over.frobenius(Q) / nonzero(over.frobenius(scaled)))

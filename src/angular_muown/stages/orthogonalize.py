@@ -74,22 +74,22 @@ gram = Iteration("gram", POLAR_EXPRESS, POLAR_EXPRESS_MARGIN, gram=True)
 
 
 def svd(X: Tensor) -> Tensor:
-    """U V^T from the singular value decomposition: exact, in float32 or float64.
+    """Return U V^T from the singular value decomposition: exact, in float32 or float64.
 
-    Directions below the rounding error of the largest singular value are noise and give zero. So
-    are rows and columns that this error hides: empty ones stay empty, as in the iterations. A
-    matrix that is not finite gives NaN, as in the iterations too: LAPACK would raise for all.
+    Directions below the rounding error of the largest singular value are noise and give zero, and
+    so do rows and columns below it: empty ones stay empty, as in the iterations. A matrix that is
+    not finite gives NaN, also as in the iterations: LAPACK would raise for the whole stack.
     """
     X_unit = unit(X, 1.0)
     finite = X_unit.isfinite().all(dim=-1, keepdim=True).all(dim=-2, keepdim=True)
     X_unit = torch.where(finite, X_unit, 0.0)
     U, S, Vh = torch.linalg.svd(X_unit, full_matrices=False)
     error = S[..., :1] * torch.finfo(S.dtype).eps
-    kept = (S > max(X.shape[-2:]) * error).to(S.dtype).unsqueeze(-2)
+    significant = (S > max(X.shape[-2:]) * error).to(S.dtype).unsqueeze(-2)
     seen = [
         torch.linalg.vector_norm(X_unit, dim=d, keepdim=True) > error[..., None] for d in (-1, -2)
     ]
-    Q = (U * kept) @ Vh * seen[0] * seen[1]
+    Q = (U * significant) @ Vh * seen[0] * seen[1]
     return torch.where(finite, Q, torch.nan).to(X.dtype)
 
 
@@ -103,16 +103,20 @@ ORTHOGONALIZERS: dict[str, Orthogonalizer] = {
 
 
 def iteration_dtype(X: Tensor) -> torch.dtype:
-    """bf16 on an accelerator, as published; float32 on the CPU, where products in bf16 are slower;
-    float64 stays, so that references can be met."""
+    """Return bf16 on an accelerator, as published, and float32 on the CPU, where bf16 is slower.
+
+    float64 stays float64, so that references can be matched.
+    """
     if X.dtype == torch.float64:
         return torch.float64
     return torch.float32 if X.device.type == "cpu" else torch.bfloat16
 
 
 def unit(X: Tensor, margin: float, over: Reductions = LOCAL) -> Tensor:
-    """X / (margin |X|_F) in at least float32. The largest entry is taken out first: squares of
-    1e-30 or 1e30 would leave the range of float32."""
+    """Return X / (margin |X|_F) in at least float32.
+
+    The largest entry is divided out first: squares of 1e-30 or 1e30 are out of float32's range.
+    """
     X = X.to(torch.promote_types(X.dtype, torch.float32))
     X = X / nonzero(over.max(X))
     return X / nonzero(margin * over.total(X.square()).sqrt())
@@ -121,12 +125,12 @@ def unit(X: Tensor, margin: float, over: Reductions = LOCAL) -> Tensor:
 def _on_short_side(
     X: Tensor, iterate: Callable[[Tensor], Tensor], margin: float, over: Reductions = LOCAL
 ) -> Tensor:
-    """Run an iteration on (batch, short, long) and give the result X's shape and dtype."""
+    """Run an iteration on (batch, short, long); return its result with X's shape and dtype."""
     m, n = over.shape(X)
     tall = m > n
     Y = unit(X, margin, over).to(iteration_dtype(X))
     Y = Y.mT if tall else Y
-    batch = Y.shape[:-2].numel()  # not -1, which is ambiguous for a part without entries
+    batch = Y.shape[:-2].numel()  # not -1, which is ambiguous for an empty part
     Y = iterate(Y.reshape(batch, *Y.shape[-2:])).reshape(Y.shape)
     return (Y.mT if tall else Y).to(X.dtype)
 
@@ -141,7 +145,7 @@ def _iterate(X: Tensor, triples: Sequence[Triple]) -> Tensor:
 def _iterate_gram(
     X: Tensor, triples: Sequence[Triple], total: Callable[[Tensor], Tensor] = lambda A: A
 ) -> Tensor:
-    # The Gram matrix squares the condition number, so its iteration stays in float32 or float64.
+    # The Gram matrix squares the condition number, so iterate on it in float32 or float64.
     small = torch.promote_types(X.dtype, torch.float32)
     eye = torch.eye(X.shape[-2], dtype=small, device=X.device)
     for start in range(0, len(triples), GRAM_RESTART):

@@ -1,4 +1,4 @@
-"""Radius rules: how the row lengths g, or other sizes of a weight, follow their gradient r."""
+"""Radius rules: how row lengths g, or other sizes of a weight, follow their gradient r."""
 
 from collections.abc import Callable
 
@@ -19,17 +19,17 @@ def adam_direction(
     eps: float,
     moments: tuple[str, str] = MOMENTS,
 ) -> Tensor:
-    """Adam's bias-corrected direction for the gradient r."""
+    """Return Adam's bias-corrected direction for the gradient r."""
     (first, second), (beta1, beta2) = moments, betas
     state, t = context.state, context.t
-    # Not by lerp, which makes inf - inf of a square that overflowed once.
+    # lerp would turn a square that has overflowed into inf - inf.
     state[first] = m = beta1 * state[first] + (1 - beta1) * r
     state[second] = v = beta2 * state[second] + (1 - beta2) * r.square()
     return m / (1 - beta1**t) / nonzero((v / (1 - beta2**t)).sqrt() + eps)
 
 
 def forget_at_zero(g: Tensor, context: Context) -> None:
-    """A row at zero takes a new direction (see polar_coordinates): its first moment has no past."""
+    """Reset the first moment of zero rows: they take a new direction (see polar_coordinates)."""
     context.state["exp_avg"] = context.state["exp_avg"].masked_fill(g == 0, 0.0)
 
 
@@ -39,7 +39,7 @@ class ByAdam:
 
 
 class Adam(ByAdam):
-    """g <- g - lr adam(r): the paper's rule. A length may cross zero: then the row turns around."""
+    """g <- g - lr adam(r): the paper's rule. If a length crosses zero, its row turns around."""
 
     state_names = MOMENTS
     signed = True
@@ -50,9 +50,9 @@ class Adam(ByAdam):
 
 
 class LogAdam(ByAdam):
-    """g <- g exp(-lr adam(r)): the same relative speed for every length, and never below zero.
+    """g <- g exp(-lr adam(r)): the same relative speed for every length; lengths stay positive.
 
-    A product cannot leave zero, so a row at zero takes Adam's additive step once.
+    A product cannot leave zero, so a zero row takes Adam's additive step once.
     """
 
     state_names = MOMENTS
@@ -65,7 +65,7 @@ class LogAdam(ByAdam):
 
 
 class Gains(ByAdam):
-    """Adam on the free variables of GainedSphere's gains a and b; the norm g stays."""
+    """Adam on the free variables of GainedSphere's gains a and b; the norm g is constant."""
 
     state_names = (*MOMENTS, *COLUMN_MOMENTS)
     signed = False
@@ -82,7 +82,7 @@ class Gains(ByAdam):
 
 
 class Fixed:
-    """g stays: only the directions learn. A row at zero stays there."""
+    """Constant g: only the directions learn. A zero row stays zero."""
 
     state_names = ()
     signed = False

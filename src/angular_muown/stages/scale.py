@@ -1,4 +1,4 @@
-"""Shape scales s(m, n): what makes one learning rate fit matrices of every shape.
+"""Shape scales s(m, n), which make one learning rate fit matrices of every shape.
 
 The polar factor of an m x n matrix has rows of length about sqrt(min(m, n) / m).
 """
@@ -8,7 +8,7 @@ from math import sqrt
 
 
 def fan_ratio(m: int, n: int) -> float:
-    """sqrt(max(1, m/n)): s * |Q_i| = 1, so the angle of a row does not depend on the shape."""
+    """sqrt(max(1, m/n)): s * |Q_i| = 1, so a row's angle does not depend on the shape."""
     return sqrt(max(1.0, m / n))
 
 

@@ -1,6 +1,6 @@
-"""How the polar factor of X heeds the tangent space of the unit rows U: <Q_i, U_i> = 0.
+"""How the polar factor of X respects the tangent space at unit rows U, <Q_i, U_i> = 0.
 
-Not at all is the paper's practical algorithm; `Constrained` is its Algorithm 2.
+`Free` ignores it, as the paper's practical algorithm does; `Constrained` is its Algorithm 2.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from angular_muown.stages.reductions import LOCAL, Reductions
 
 Polar = Callable[[Tensor], Tensor]
 TANGENT = "tangent"  # the value of `orthogonalize` that asks for `Constrained`
-RIDGE = 0.05  # of the mean singular value: with less, or more, the gap closes more slowly (test)
+RIDGE = 0.05  # of the mean singular value; the gap closes more slowly with less or more (test)
 
 
 class Free:
@@ -40,10 +40,9 @@ class Free:
 class Constrained(Free):
     """max <X, Q> over |Q|_op <= 1, <Q_i, U_i> = 0: the paper's Algorithm 2, by its dual problem.
 
-    The multiplier of the last step is where this one starts: X changes little from step to step, so
-    one dual step each keeps the multiplier near the solution. What is left of Q along U is dropped.
-    That place is free, in X as in Q: there the multiplier travels to whoever has whole matrices,
-    and back.
+    Each step starts from the last one's multiplier. X changes little between steps, so one dual
+    step each keeps the multiplier near the solution. The component of Q along U is dropped. X and Q
+    carry the multiplier there, to the rank that has whole matrices and back.
     """
 
     steps: int
@@ -53,7 +52,7 @@ class Constrained(Free):
     def send(self, X: Tensor, U: Tensor, context: Context) -> Tensor:
         over = context.reductions
         X = unit(tangent_part(X, U, over), 1.0, over)
-        # A row that wants nothing has the multiplier 0: what it wanted once must not move it now.
+        # A zero row of X has the multiplier 0: an old multiplier must not move it now.
         return X + torch.where(over.row_norm(X) == 0, 0.0, context.state["multiplier"]) * U
 
     def __call__(self, polar: Polar, X: Tensor, U: Tensor) -> Tensor:
@@ -75,13 +74,13 @@ class Dual(NamedTuple):
 
 
 def dual_steps(polar: Polar, X: Tensor, U: Tensor, multiplier: Tensor, steps: int) -> Dual:
-    """Steps of l towards the least nuclear norm f(l) = |X + Diag(l) U|_*, for a tangent X; there
-    Q = polar(X + Diag(l) U) is tangent.
+    """Minimize the nuclear norm f(l) = |X + Diag(l) U|_* over l, for a tangent X.
 
-    f is convex and has the gradient h_i = <Q_i, U_i>. Each step costs one polar factor and divides
-    h by f's curvature in l_i, as if there were no other row. A step that does not lower
-    <X + Diag(l) U, Q> is taken back, and the next one is half as long. With the exact Q this is f,
-    which then never rises; with an approximate one f may rise by as much as the two differ.
+    At the minimum, Q = polar(X + Diag(l) U) is tangent. f is convex and has the gradient
+    h_i = <Q_i, U_i>. Each step costs one polar factor and divides h_i by f's curvature in l_i, as
+    if there were no other row. A step that does not lower <X + Diag(l) U, Q> is undone, and the
+    next one is half as long. With the exact Q this value is f, which then never rises; with an
+    approximate Q, f may rise by the difference between the two.
     """
     at = _at(polar, X, U, multiplier)
     length = torch.ones_like(at.value)
@@ -94,7 +93,7 @@ def dual_steps(polar: Polar, X: Tensor, U: Tensor, multiplier: Tensor, steps: in
 
 
 def along(X: Tensor, U: Tensor, over: Reductions = LOCAL) -> Tensor:
-    """<X_i, U_i>."""
+    """Return <X_i, U_i>."""
     return over.row_sum(X * U)
 
 
@@ -105,13 +104,18 @@ def _at(polar: Polar, X: Tensor, U: Tensor, multiplier: Tensor) -> Dual:
 
 
 def _dual_step(at: Dual, U: Tensor) -> Tensor:
-    """h_i / c_i with c_i = e_i^T (X X^T)^(-1/2) e_i of a wide X, u_i^T (X^T X)^(-1/2) u_i of a tall
-    one. The root is Q X^T (X^T Q). The ridge keeps small singular values from stopping the step."""
+    """Return h_i / c_i, where c_i = e_i^T (X X^T)^(-1/2) e_i for a wide X and
+    u_i^T (X^T X)^(-1/2) u_i for a tall one.
+
+    The root is Q X^T (X^T Q). The ridge keeps small singular values from stopping the step.
+    """
     X, Q = at.X, at.Q
     m, n = X.shape[-2:]
     root = Q @ X.mT if m <= n else X.mT @ Q
     eye = torch.eye(min(m, n), dtype=X.dtype, device=X.device)
     ridge = RIDGE / min(m, n) * at.value
-    inverse = torch.linalg.inv_ex(root + nonzero(ridge) * eye).inverse  # no look from the host
+    inverse = torch.linalg.inv_ex(
+        root + nonzero(ridge) * eye
+    ).inverse  # inv would synchronize with the host
     c = inverse.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) if m <= n else along(U @ inverse, U)
     return along(Q, U) / nonzero(c)
