@@ -46,7 +46,7 @@ def test_scaling_by_powers_of_two_changes_no_bit() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_rows_that_are_not_finite_stay_so_and_leave_the_others_alone(value: float) -> None:
+def test_nonfinite_rows_stay_nonfinite_and_do_not_affect_others(value: float) -> None:
     X = noise(3, 5, seed=5, dtype=torch.float32)
     bad = X.clone()
     bad[1, 2] = value
@@ -56,7 +56,7 @@ def test_rows_that_are_not_finite_stay_so_and_leave_the_others_alone(value: floa
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_step_turns_rows_of_any_length_alike(size: float) -> None:
+def test_a_step_turns_rows_of_any_length_by_the_same_angle(size: float) -> None:
     arguments = {"radius": "fixed", "orthogonalize": "svd"}
     found = one_step(AngularMuown, size, torch.float32, **arguments)
     wanted = one_step(AngularMuown, 1.0, torch.float64, **arguments)

@@ -239,7 +239,7 @@ def test_a_zero_row_leaves_zero_continuously(optimizer: type[Engine], radius, lr
 
 @pytest.mark.parametrize("optimizer", WITH_RADII)
 @pytest.mark.parametrize("radius", ["adam", "log_adam"])
-def test_a_row_zeroed_from_outside_leaves_downhill_whatever_its_past(optimizer, radius) -> None:
+def test_a_row_zeroed_from_outside_moves_downhill_whatever_its_momentum(optimizer, radius) -> None:
     """A pruned row: the first moment of its length belongs to a direction that is gone."""
     p = parameter(5, 6)
     opt = optimizer([p], lr=0.01, radius=radius)
@@ -295,7 +295,7 @@ def test_the_direction_ignores_the_size_of_the_gradient(optimizer: type[Engine],
 
 @pytest.mark.parametrize("optimizer", FAMILY)
 @pytest.mark.parametrize("size", [1e20, 1e30])
-def test_one_spike_leaves_no_scar(optimizer: type[Engine], size) -> None:
+def test_one_gradient_spike_leaves_no_trace(optimizer: type[Engine], size) -> None:
     """The square of such a gradient overflows float32; the weights must stay finite for good."""
     p = parameter(4, 6, dtype=torch.float32)
     opt = optimizer([p], lr=0.01)
@@ -306,7 +306,7 @@ def test_one_spike_leaves_no_scar(optimizer: type[Engine], size) -> None:
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)
-def test_no_eps_and_no_gradient_is_no_division_by_zero(optimizer: type[Engine]) -> None:
+def test_eps_of_zero_without_a_gradient_does_not_divide_by_zero(optimizer: type[Engine]) -> None:
     p = parameter(4, 6)
     opt = optimizer([p], eps=0.0)
     p.grad = noise(4, 6, seed=1)
@@ -316,7 +316,7 @@ def test_no_eps_and_no_gradient_is_no_division_by_zero(optimizer: type[Engine]) 
 
 
 @pytest.mark.parametrize("factor", [3.0, 0.2])
-def test_log_adam_is_free_of_scale(factor) -> None:
+def test_log_adam_is_scale_invariant(factor) -> None:
     """Rows and gradients in other units: the relative change of a length stays the same."""
     ends = []
     for c in (1.0, factor):

@@ -25,7 +25,7 @@ def recipe(**values: Any) -> Recipe:
     return opt.recipe(opt.param_groups[0])
 
 
-def test_by_default_all_of_it_is_off() -> None:
+def test_the_constraint_is_off_by_default() -> None:
     plain = recipe()
     assert type(plain.chart) is Oblique
     assert type(plain.normalize) is AsIs

@@ -39,7 +39,7 @@ def test_scale_of_the_input_does_not_matter(name, shape) -> None:
 
 
 @pytest.mark.parametrize("name", ORTHOGONALIZERS)
-def test_zero_gives_zero_also_beside_others(name) -> None:
+def test_zero_gives_zero_inside_a_stack_too(name) -> None:
     X = torch.zeros(3, 4, 6)
     assert not ORTHOGONALIZERS[name](X).any()
     X[1] = noise(4, 6, seed=3).float()
@@ -48,7 +48,7 @@ def test_zero_gives_zero_also_beside_others(name) -> None:
     torch.testing.assert_close(Q[1], ORTHOGONALIZERS[name](X[1]))
 
 
-def test_svd_gives_nothing_for_directions_that_are_rounding_noise() -> None:
+def test_svd_drops_directions_that_are_rounding_noise() -> None:
     u, v = noise(7, 1, seed=1), noise(1, 5, seed=2)
     Q = svd(u @ v)
     torch.testing.assert_close(Q, u @ v / (u.norm() * v.norm()))
@@ -62,7 +62,7 @@ def test_gram_form_is_the_same_polynomial(shape, dtype) -> None:
     torch.testing.assert_close(gram(X), polar_express(X), rtol=tolerance, atol=tolerance)
 
 
-def test_polar_express_keeps_its_promise_on_the_whole_interval() -> None:
+def test_polar_express_meets_its_bound_on_the_whole_interval() -> None:
     """Singular values in [1e-3, 1] relative to the norm come out in [0.863, 1.131]."""
     values = torch.logspace(-3, 0, 60, dtype=torch.float64)
     U = torch.linalg.qr(noise(60, 60, seed=1))[0]

@@ -136,7 +136,7 @@ def test_a_norm_changed_from_outside_is_the_new_one(optimizer: type[Engine]) -> 
 
 @pytest.mark.parametrize("optimizer", ON_SPHERES)
 @pytest.mark.parametrize("stored", [True, False])
-def test_rounding_to_16_bits_does_not_wear_the_norm_away(
+def test_rounding_to_16_bits_does_not_erode_the_norm(
     optimizer: type[Engine], stored, monkeypatch
 ) -> None:
     """Why the norm is stored: read off the weights anew at every step, it wanders."""
@@ -160,7 +160,7 @@ def test_weight_decay_shrinks_the_norm(optimizer: type[Engine]) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ON_SPHERES)
-def test_the_kernels_do_not_know_spheres(optimizer: type[Engine]) -> None:
+def test_the_kernels_do_not_cover_spheres(optimizer: type[Engine]) -> None:
     opt = optimizer([parameter(4, 6)])
     assert not knows(opt.recipe(opt.param_groups[0]))
 

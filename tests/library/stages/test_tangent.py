@@ -103,7 +103,7 @@ def test_each_matrix_of_a_stack_accepts_its_own_steps() -> None:
         torch.testing.assert_close(Q, constrained(svd, x, u, 3), rtol=1e-9, atol=1e-12)
 
 
-def test_tangent_is_asked_for_by_name() -> None:
+def test_tangent_is_selected_by_name() -> None:
     """Polar Express inside, as many steps as wanted, and a multiplier per row between them."""
     for values, steps in (({"tangent_steps": 3}, 3), ({}, 1)):
         opt = AngularMuown([parameter(4, 6)], orthogonalize="tangent", **values)
@@ -120,7 +120,7 @@ def test_members_without_the_constraint_refuse_it(member) -> None:
 
 
 @pytest.mark.parametrize("shape", [(24, 60), (60, 24), (32, 32)])
-def test_a_warm_start_is_worth_a_step(shape) -> None:
+def test_a_warm_start_saves_a_dual_step(shape) -> None:
     """On an X that drifts as momentum does, one step from the last multiplier leaves a lower dual
     value than one from nothing, in nearly every step."""
     X, U = _matrices(shape, 3, "falling")
@@ -134,7 +134,7 @@ def test_a_warm_start_is_worth_a_step(shape) -> None:
     assert better >= 18
 
 
-def test_a_row_that_wants_nothing_any_more_stays() -> None:
+def test_a_row_without_a_gradient_keeps_its_direction() -> None:
     """Its multiplier from better days must not turn it, and is forgotten."""
     X, U = _matrices((6, 9), 3, "gaussian")
     X[2] = 0

@@ -168,7 +168,7 @@ def test_every_input_gives_a_feasible_direction_with_a_small_gap(m, n, seed, kin
         assert (M * found.D).sum().item() == pytest.approx(alone, rel=2e-4)
 
 
-def test_zero_gives_zero_also_beside_others() -> None:
+def test_zero_gives_zero_inside_a_stack_too() -> None:
     M, U = problem("gaussian", 4, 7)
     found = tangent_polar(torch.stack([0 * M, M]), torch.stack([U, U]))
     assert not found.D[0].any()
