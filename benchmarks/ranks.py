@@ -1,0 +1,201 @@
+"""The optimizer step of one rank out of many: what rank 0 computes, packs, launches and sends.
+
+    python benchmarks/ranks.py --shapes gpt124 llama1b --json results/ranks.json
+
+Hidden matrices, float32, random gradients, sharded by rows as under FSDP2. The process group is
+torch's fake one: collectives return at once with arbitrary contents, so `ms` is the step without
+the wire. `wire_ms` is modelled: the bytes that the busiest rank sends or receives over the
+bandwidths below, which are stated, not measured. With one rank the step is the ordinary one.
+
+`--optimizers dion.Muon` times dion's Muon the same way if the package dion is installed.
+"""
+
+import argparse
+import gc
+import json
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from shapes import SHAPES, Shape, divided
+from step_time import peak_above, time_steps
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import angular_muown as library
+from angular_muown import Engine
+
+HEADER = "optimizer      ranks        ms   host ms  first s shard MiB extra MiB   sent MB  wire ms"
+NODE = 8  # ranks that NVLink connects
+NVLINK = 450e9  # bytes per second and direction of an H200
+NETWORK = 50e9  # 400 Gb/s
+
+
+class Done:
+    """The handle of a collective that is over."""
+
+    def wait(self, *_: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def all_to_all_single(*_: Any, **__: Any) -> Done:
+    """Move nothing. The fake group's own refuses to send nothing and receive something, which is
+    what a rank does that owns no matrix of a round."""
+    return Done()
+
+
+def sharded(whole: Shape, mesh: DeviceMesh, device: str) -> DTensor:
+    """Rank 0's part of a random matrix, and its place in the whole."""
+    rows = -(-whole[0] // mesh.size())
+    local = torch.randn(rows, *whole[1:], device=device) * 0.02
+    stride = torch.empty(whole, device="meta").stride()
+    return DTensor.from_local(
+        local, mesh, [Shard(0)], run_check=False, shape=torch.Size(whole), stride=stride
+    )
+
+
+def parameters(shapes: list[Shape], ranks: int, device: str) -> list[nn.Parameter]:
+    mesh = init_device_mesh(device, (ranks,)) if ranks > 1 else None
+
+    def tensor(shape: Shape) -> Tensor:
+        return (
+            torch.randn(shape, device=device) * 0.02
+            if mesh is None
+            else sharded(shape, mesh, device)
+        )
+
+    params = [nn.Parameter(tensor(shape)) for shape in shapes]
+    for p, shape in zip(params, shapes, strict=True):
+        p.grad = tensor(shape)
+    return params
+
+
+def make(name: str, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    if name == "dion.Muon":
+        first = params[0]
+        mesh = first.device_mesh if isinstance(first, DTensor) else None
+        return import_module("dion").Muon(params, distributed_mesh=mesh, use_triton=True)
+    return getattr(library, name)(params)
+
+
+def wire(optimizer: torch.optim.Optimizer, ranks: int) -> dict[str, float]:
+    """Bytes per step of the busiest rank, and their modelled time."""
+    if not isinstance(optimizer, Engine) or ranks == 1:
+        return {}
+    plans = optimizer.exchange_plan().assignments
+    sent, received = (sum(float(plan.traffic[i].max()) for plan in plans) for i in (0, 1))
+    busiest = max(sent, received)
+    far = max(0, ranks - NODE) / max(1, ranks - 1)  # of the peers, those on other nodes
+    seconds = max(busiest * (1 - far) / NVLINK, busiest * far / NETWORK)
+    return {"sent_mb": sent / 1e6, "received_mb": received / 1e6, "wire_ms": 1e3 * seconds}
+
+
+def measure(
+    name: str, shapes: list[Shape], ranks: int, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    device, cuda = arguments.device, arguments.device.startswith("cuda")
+    if ranks > 1:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+        dist.all_to_all_single = all_to_all_single  # pyrefly: ignore
+    try:
+        params = parameters(shapes, ranks, device)
+        optimizer = make(name, params)
+        start = time.perf_counter()
+        optimizer.step()
+        if cuda:
+            torch.cuda.synchronize()
+        first = time.perf_counter() - start
+        for _ in range(arguments.warmup):
+            optimizer.step()
+        shard = sum(_local(p).nbytes for p in params)
+        held = 2 * shard + sum(
+            _local(t).nbytes for s in optimizer.state.values() for t in s.values()
+        )
+        extra = peak_above(held, optimizer.step, cuda)
+        milliseconds, host = time_steps(optimizer.step, arguments.steps, cuda)
+        return {
+            "optimizer": name,
+            "ranks": ranks,
+            "ms": milliseconds,
+            "host_ms": host,
+            "first_step_s": first,
+            "extra_mib": extra / 2**20,
+            "shard_mib": shard / 2**20,
+            **wire(optimizer, ranks),
+        }
+    finally:
+        if ranks > 1:
+            dist.destroy_process_group()
+
+
+def _local(t: Tensor) -> Tensor:
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+def line(result: dict[str, Any]) -> str:
+    if "note" in result:
+        return f"{result['optimizer']:14} {result['ranks']:>5} {result['note']}"
+    wired = f"{result['sent_mb']:9.1f} {result['wire_ms']:8.2f}" if "wire_ms" in result else ""
+    return (
+        f"{result['optimizer']:14} {result['ranks']:>5} {result['ms']:9.2f} "
+        f"{result['host_ms']:9.2f} {result['first_step_s']:8.2f} {result['shard_mib']:9.1f} "
+        f"{result['extra_mib']:9.1f} {wired}"
+    )
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["gpt124"])
+    parser.add_argument("--divide", type=int, default=1 if cuda else 4)
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 8, 64, 512])
+    parser.add_argument("--optimizers", nargs="+", default=["AngularMuown"])
+    parser.add_argument("--device", default="cuda" if cuda else "cpu")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse()
+    cuda = arguments.device.startswith("cuda")
+    content: dict[str, Any] = {
+        "machine": torch.cuda.get_device_name() if cuda else "CPU",
+        "torch": torch.__version__,
+        "settings": {k: v for k, v in vars(arguments).items() if k != "json"},
+        "bytes_per_second": {"nvlink": NVLINK, "network": NETWORK},
+    }
+    print(f"{content['machine']}, torch {torch.__version__}; rank 0 of a fake process group")
+    for name in arguments.shapes:
+        layers = {} if arguments.layers is None else {"layers": arguments.layers}
+        shapes = divided(SHAPES[name](**layers), arguments.divide)
+        print(f"\n{name}: {len(shapes)} parameters")
+        print(HEADER)
+        results = content[name] = []
+        for ranks in arguments.ranks:
+            for optimizer in arguments.optimizers:
+                try:
+                    results.append(measure(optimizer, shapes, ranks, arguments))
+                except ImportError as error:
+                    results.append({"optimizer": optimizer, "ranks": ranks, "note": str(error)})
+                print(line(results[-1]), flush=True)
+                gc.collect()
+                if cuda:
+                    torch.cuda.empty_cache()
+                if arguments.json:
+                    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+                    arguments.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
