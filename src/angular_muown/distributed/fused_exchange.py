@@ -1,0 +1,483 @@
+"""The fused step of matrices whose rows are sharded across ranks, as under FSDP2.
+
+The row kernels work on a rank's own rows. A matrix is whole only at its owner, for the products:
+
+    before    W, G, M of this rank's rows -> packets, in the order of their owners
+    exchange  packets to the owners
+    products  packets -> X -> Q, whose rows go back in the order of their ranks
+    exchange  rows of Q to their ranks
+    after     rows of Q and W -> W
+
+Buffers, tables and launches are planned once for a set of parameters. A step refreshes addresses
+and scalars, and replays recorded launches.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from angular_muown.distributed.assignment import Assignment
+from angular_muown.distributed.collectives import all_to_all
+from angular_muown.distributed.exchange import SharedParameter, run_rounds
+from angular_muown.distributed.mesh import Sharding, local
+from angular_muown.kernels import products
+from angular_muown.kernels.columns import (
+    ADDRESSES,
+    FIRST_ROW,
+    HEADER,
+    LINE,
+    PACKET,
+    RESULT,
+    ROW_STATE,
+    ROW_STRIDE,
+    SCALARS,
+    SEED,
+    STATE_STRIDE,
+    STATS,
+)
+from angular_muown.kernels.fused import bias_corrections, scalar_line, signed_word
+from angular_muown.kernels.launch import (
+    BLOCK,
+    TURN_TILE,
+    TYPES,
+    Choices,
+    divide,
+    launch_rows,
+    recorded,
+)
+from angular_muown.kernels.pointers import PinnedRing
+from angular_muown.kernels.polar_chain import SCALE, Places, Product, allocate, chain_for
+from angular_muown.kernels.triton.packets import packet_scales_kernel, return_kernel, unpack_kernel
+from angular_muown.kernels.triton.rows import after_kernel, before_kernel
+from angular_muown.params.options import rates
+from angular_muown.params.rounding import hash_seed
+
+WORD = 2  # bytes of a float16
+ROW_STATE_BYTES = 4
+
+
+class Operands(NamedTuple):
+    """The tensors of a parameter that the row kernels read and write, on this rank."""
+
+    weight: Tensor
+    gradient: Tensor
+    momentum: Tensor
+    vectors: list[Tensor | None]  # in the order of ROW_STATE
+
+    @staticmethod
+    def of(shared: SharedParameter) -> "Operands":
+        """A parameter without a gradient takes part with zeros and with copies: it stays as it is."""
+        opened, grad = shared.opened, shared.parameter.grad
+        state = [opened.state.get(name) for name in ROW_STATE]
+        vectors = [None if v is None else local(v) for v in state]
+        if grad is None:
+            copies = [None if v is None else v.clone() for v in vectors]
+            weight = opened.working.clone()
+            return Operands(weight, torch.zeros_like(weight), opened.momentum.clone(), copies)
+        return Operands(opened.working, local(grad).contiguous(), opened.momentum, vectors)
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        return self.weight.dtype, self.gradient.dtype, self.momentum.dtype
+
+    @property
+    def addresses(self) -> list[int]:
+        tensors = (self.weight, self.gradient, self.momentum, *self.vectors)
+        return [0 if t is None else t.data_ptr() for t in tensors]
+
+
+class Kind(NamedTuple):
+    """What decides the code and the scalars of the row kernels."""
+
+    group: int  # index
+    rows: int  # of a matrix on this rank
+    m: int
+    n: int
+    dtypes: tuple[torch.dtype, ...]  # of W, G, M
+
+
+@dataclass(frozen=True)
+class LocalRows:
+    """This rank's rows of some matrices of one kind: consecutive lines of the table."""
+
+    kind: Kind
+    choices: Choices
+    start: int
+    count: int
+    stats: Tensor  # what `before` leaves for `after`
+
+
+@dataclass(frozen=True)
+class OwnedMatrices:
+    """Matrices of one shape that this rank owns. Each has a line of addresses (see packets.py)."""
+
+    m: int
+    n: int
+    chunk: int  # rows of the parameter on a rank
+    norm: float  # Frobenius norm that the iteration starts from
+    chain: tuple[Product, ...]
+    places: Places
+    arriving: Tensor
+    leaving: Tensor
+
+    @property
+    def words(self) -> int:
+        """float16 words of a matrix in the work buffer, its rows' factors included."""
+        return self.places.size + 2 * STATS * self.m
+
+
+@dataclass
+class Buffers:
+    """One round's bytes in transit. Results arrive where the packets left from."""
+
+    outgoing: Tensor
+    incoming: Tensor
+    returning: Tensor
+
+
+@dataclass
+class Traffic:
+    """Where each task's rows are in a round's buffers, in bytes, and how many go to each rank."""
+
+    to_owner: dict[int, int]  # of task: its packets in `outgoing`
+    result: dict[int, int]  # its rows of Q, in `outgoing` again
+    incoming: dict[tuple[int, int], int]  # of task and rank, at the owner
+    returning: dict[tuple[int, int], int]
+    sizes: dict[str, list[int]]
+
+    @staticmethod
+    def of(tasks: list[int], plan: Assignment, sharding: Sharding) -> "Traffic":
+        ranks, me = range(sharding.shards.size), sharding.shards.index
+        by_owner = {r: [i for i in tasks if plan.place(i)[1] == r] for r in ranks}
+
+        def rows_bytes(i: int, rank: int, extra: int) -> int:
+            first, stop = plan.tasks[i].parts[rank].rows
+            return (stop - first) * (plan.tasks[i].n + extra) * WORD
+
+        def lay_out(extra: int, pairs: dict[int, list[tuple[int, int]]]) -> tuple[Any, list[int]]:
+            flat = [pair for r in ranks for pair in pairs[r]]
+            sizes = [rows_bytes(i, rank, extra) for i, rank in flat]
+            offsets = dict(zip(flat, accumulate(sizes, initial=0), strict=False))
+            return offsets, [sum(rows_bytes(*pair, extra) for pair in pairs[r]) for r in ranks]
+
+        mine = {r: [(i, me) for i in by_owner[r]] for r in ranks}
+        owned = {r: [(i, r) for i in by_owner[me]] for r in ranks}
+        to_owner, sent = lay_out(HEADER, mine)
+        result, results = lay_out(0, mine)
+        incoming, received = lay_out(HEADER, owned)
+        returning, returned = lay_out(0, owned)
+        sizes = {"sent": sent, "received": received, "returned": returned, "results": results}
+        return Traffic(
+            {i: at for (i, _), at in to_owner.items()},
+            {i: at for (i, _), at in result.items()},
+            incoming,
+            returning,
+            sizes,
+        )
+
+    def buffers(self, device: torch.device) -> Buffers:
+        totals = {name: sum(sizes) for name, sizes in self.sizes.items()}
+        sizes = (max(totals["sent"], totals["results"]), totals["received"], totals["returned"])
+        return Buffers(*(torch.empty(n, dtype=torch.uint8, device=device) for n in sizes))
+
+
+@dataclass
+class FusedRound:
+    """One round: the same three methods as `exchange.Round`."""
+
+    step: "FusedExchange"
+    traffic: Traffic
+    buffers: Buffers
+    local: list[LocalRows]
+    owned: list[OwnedMatrices]
+    graphs: dict[str, Any] = field(default_factory=dict)
+    pending: Callable[[], None] = lambda: None
+
+    def send(self) -> None:
+        self._run("before", self._before)
+        self._exchange(self.buffers.outgoing, "sent", self.buffers.incoming, "received")
+
+    def orthogonalize(self) -> None:
+        self.pending()
+        self._run("products", self._products)
+        self._exchange(self.buffers.returning, "returned", self.buffers.outgoing, "results")
+
+    def finish(self) -> None:
+        self.pending()
+        self._run("after", self._after)
+
+    def _exchange(self, out: Tensor, sent: str, into: Tensor, received: str) -> None:
+        sizes = self.traffic.sizes
+        send, receive = out[: sum(sizes[sent])], into[: sum(sizes[received])]
+        group = self.step.sharding.shards.group
+        self.pending = all_to_all(send, sizes[sent], receive, sizes[received], group)
+
+    def _run(self, name: str, work: Callable[[], None]) -> None:
+        """Launch; from the second step on, replay a recording of the launches."""
+        if self.step.device.type != "cuda" or self.step.steps == 0:
+            work()
+            return
+        if name not in self.graphs:
+            self.graphs[name] = recorded(work, self.step.device)
+        self.graphs[name].replay()
+
+    def _before(self) -> None:
+        for rows in self.local:
+            kind, choices = rows.kind, rows.choices
+            flags = (choices.chart, choices.nesterov, choices.maximize)
+            launch_rows(
+                before_kernel, kind.rows, kind.n, rows.count,
+                self.step.lines[rows.start :], self.step.scalars_of(kind), rows.stats,
+                self.step.work, 0, rows.count, kind.rows, kind.n,
+                *flags, True, *(TYPES[dtype] for dtype in kind.dtypes),
+            )  # fmt: skip
+
+    def _after(self) -> None:
+        for rows in self.local:
+            kind, choices = rows.kind, rows.choices
+            noise = choices.draws(kind.dtypes[0])
+            flags = (choices.chart, choices.radius, False, choices.maximize, noise, False)
+            launch_rows(
+                after_kernel, kind.rows, kind.n, rows.count,
+                self.step.lines[rows.start :], self.step.scalars_of(kind),
+                self.step.ages[2 * rows.start :], rows.stats,
+                self.step.work, 0, rows.count, kind.rows, kind.n, 1 / SCALE,
+                *flags, True, *(TYPES[dtype] for dtype in kind.dtypes),
+            )  # fmt: skip
+
+    def _products(self) -> None:
+        for owned in self.owned:
+            at_once = max(1, self.step.work.numel() // owned.words)
+            for first in range(0, len(owned.arriving), at_once):
+                self._orthogonalize(owned, first, min(at_once, len(owned.arriving) - first))
+
+    def _orthogonalize(self, owned: OwnedMatrices, first: int, count: int) -> None:
+        m, n, size = owned.m, owned.n, owned.places.size
+        X = self.step.work[: count * size].view(count, size)
+        stats = self.step.work[count * size : count * owned.words].view(torch.float32)
+        arriving, leaving = owned.arriving[first:], owned.leaving[first:]
+        parts, tiles = self.step.sharding.shards.size, triton.cdiv(n, TURN_TILE)
+        grid = (triton.cdiv(m, TURN_TILE) * tiles, count)
+        scale: Any = packet_scales_kernel[(count,)]
+        scale(arriving, stats, count, m, n, owned.chunk, parts, owned.norm, BLOCK)
+        unpack: Any = unpack_kernel[grid]
+        unpack(arriving, stats, X, size, count, m, n, owned.chunk, parts, tiles, m < n, TURN_TILE)
+        products.run(X, m, n, owned.chain, owned.places, self.step.cublas)
+        Q = X[:, owned.places.offsets[-1] :]
+        give_back: Any = return_kernel[grid]
+        give_back(leaving, Q, size, m, n, owned.chunk, parts, tiles, TURN_TILE)
+
+
+class FusedExchange:
+    """The fused step of an exchange group. It caches plans; a step is correct without it."""
+
+    def __init__(
+        self,
+        members: Sequence[SharedParameter],
+        operands: Sequence[Operands],
+        plan: Assignment,
+        member_of: Sequence[int],
+    ) -> None:
+        self.key = key_of(members, operands)
+        self.plan, self.member_of, self.sharding = plan, member_of, members[0].sharding
+        self.device = operands[0].weight.device
+        self.steps = 0
+        self.kinds: dict[Kind, int] = {}  # -> index of its scalars
+        self.table: list[list[int]] = []
+        self.member_of_line: list[int] = []
+        traffic = [Traffic.of(tasks, plan, self.sharding) for tasks in plan.rounds]
+        slots = [self._slot(traffic[i::2]) for i in range(min(2, len(traffic)))]
+        self.rounds = [
+            FusedRound(
+                self,
+                one,
+                slots[k % 2],
+                self._local(tasks, members, operands, one, slots[k % 2]),
+                self._owned(tasks, members, one, slots[k % 2]),
+            )
+            for k, (tasks, one) in enumerate(zip(plan.rounds, traffic, strict=True))
+        ]
+        self._allocate(members, operands)
+
+    def _slot(self, traffic: list[Traffic]) -> Buffers:
+        """Buffers for every second round: two rounds are in transit at a time."""
+        made = [one.buffers(torch.device("meta")) for one in traffic]
+        largest = (max(sizes) for sizes in zip(*([b.outgoing.numel(), b.incoming.numel(), b.returning.numel()] for b in made), strict=True))
+        return Buffers(*(torch.empty(n, dtype=torch.uint8, device=self.device) for n in largest))
+
+    def _allocate(
+        self, members: Sequence[SharedParameter], operands: Sequence[Operands]
+    ) -> None:
+        words = [owned.words for one in self.rounds for owned in one.owned] or [0]
+        totals = [owned.words * len(owned.arriving) for one in self.rounds for owned in one.owned]
+        budget = sum(
+            shared.group["workspace"] * one.weight.nbytes
+            for shared, one in zip(members, operands, strict=True)
+        )
+        room = divide(int(budget), words)
+        self.cublas = room.cublas
+        size = max(*words, min(room.words, max(totals, default=0)))
+        self.work = torch.empty(size, dtype=torch.float16, device=self.device)
+        self.fixed = torch.tensor(self.table, dtype=torch.int64, device="cpu").view(-1, LINE)
+        self.line_member = torch.tensor(self.member_of_line, dtype=torch.int64, device="cpu")
+        self.lines = torch.empty(self.fixed.shape, dtype=torch.int64, device=self.device)
+        count = SCALARS * len(self.kinds) + 2 * len(self.table)
+        self.values = torch.empty(count, dtype=torch.float32, device=self.device)
+        self.address_ring, self.value_ring = PinnedRing(self.lines), PinnedRing(self.values)
+        self.seen: list[list[int]] | None = None
+
+    def _local(
+        self,
+        tasks: list[int],
+        members: Sequence[SharedParameter],
+        operands: Sequence[Operands],
+        traffic: Traffic,
+        buffers: Buffers,
+    ) -> list[LocalRows]:
+        kinds: dict[Kind, list[int]] = defaultdict(list)
+        for i in tasks:
+            k, task = self.member_of[i], self.plan.tasks[i]
+            first, stop = task.parts[self.sharding.shards.index].rows
+            if stop > first:
+                kind = Kind(members[k].index, stop - first, task.m, task.n, operands[k].dtypes)
+                kinds[kind].append(i)
+        found = []
+        for kind, own in kinds.items():
+            self.kinds.setdefault(kind, len(self.kinds))
+            shared = members[self.member_of[own[0]]]
+            choices = Choices.of(shared.recipe, shared.group)
+            stats = torch.empty(STATS * len(own) * kind.rows, device=self.device)
+            found.append(LocalRows(kind, choices, len(self.table), len(own), stats))
+            for i in own:
+                self._add_line(i, members, operands, traffic, buffers)
+        return found
+
+    def _add_line(
+        self,
+        i: int,
+        members: Sequence[SharedParameter],
+        operands: Sequence[Operands],
+        traffic: Traffic,
+        buffers: Buffers,
+    ) -> None:
+        k, task = self.member_of[i], self.plan.tasks[i]
+        first = task.parts[self.sharding.shards.index].rows[0]
+        row = members[k].blocks[task.block].rows[0] + first - members[k].sharding.window.rows[0]
+        sizes = [dtype.itemsize for dtype in operands[k].dtypes]
+        line = [0] * LINE
+        offsets = [row * task.n * size for size in sizes] + [row * ROW_STATE_BYTES] * len(ROW_STATE)
+        for column, offset in zip(ADDRESSES, offsets, strict=True):
+            line[column] = offset
+        line[ROW_STRIDE], line[STATE_STRIDE], line[FIRST_ROW] = task.n, 1, first
+        line[PACKET] = buffers.outgoing.data_ptr() + traffic.to_owner[i]
+        line[RESULT] = buffers.outgoing.data_ptr() + traffic.result[i]
+        self.table.append(line)
+        self.member_of_line.append(k)
+
+    def _owned(
+        self,
+        tasks: list[int],
+        members: Sequence[SharedParameter],
+        traffic: Traffic,
+        buffers: Buffers,
+    ) -> list[OwnedMatrices]:
+        shapes: dict[Any, list[int]] = defaultdict(list)
+        for i in tasks:
+            if self.plan.place(i)[1] == self.sharding.shards.index:
+                task, shared = self.plan.tasks[i], members[self.member_of[i]]
+                chunk = -(-shared.sharding.window.m // self.sharding.shards.size)
+                shapes[task.m, task.n, chunk, shared.recipe.orthogonalize].append(i)
+        found = []
+        for (m, n, chunk, iteration), own in shapes.items():
+            chain = chain_for(m, n, iteration)
+            lines = [
+                self._run_addresses(own, members, offsets, buffer, extra)
+                for offsets, buffer, extra in (
+                    (traffic.incoming, buffers.incoming, HEADER),
+                    (traffic.returning, buffers.returning, 0),
+                )
+            ]
+            places = allocate(m, n, chain)
+            norm = SCALE / iteration.margin
+            found.append(OwnedMatrices(m, n, chunk, norm, chain, places, *lines))
+        return found
+
+    def _run_addresses(
+        self,
+        tasks: list[int],
+        members: Sequence[SharedParameter],
+        offsets: dict[tuple[int, int], int],
+        buffer: Tensor,
+        extra: int,
+    ) -> Tensor:
+        """Lines as packets.py describes them."""
+        lines = []
+        for i in tasks:
+            task = self.plan.tasks[i]
+            row_bytes = (task.n + extra) * WORD
+            starts = [
+                buffer.data_ptr() + offsets[i, rank] - part.rows[0] * row_bytes
+                for rank, part in enumerate(task.parts)
+            ]
+            lines.append([members[self.member_of[i]].blocks[task.block].rows[0], *starts])
+        return torch.tensor(lines, dtype=torch.int64).to(self.device)
+
+    @property
+    def ages(self) -> Tensor:
+        return self.values[SCALARS * len(self.kinds) :]
+
+    def scalars_of(self, kind: Kind) -> Tensor:
+        return self.values[SCALARS * self.kinds[kind] :]
+
+    def update(self, members: Sequence[SharedParameter], operands: Sequence[Operands]) -> None:
+        addresses = [one.addresses for one in operands]
+        if addresses != self.seen:
+            lines = self.fixed.clone()
+            now = torch.tensor(addresses, dtype=torch.int64, device="cpu")
+            lines[:, ADDRESSES] += now[self.line_member]
+            self.address_ring.send(lines)
+            self.seen = addresses
+        self.value_ring.send(self._values(members))
+        run_rounds(self.rounds)
+        self.steps += 1
+
+    def _values(self, members: Sequence[SharedParameter]) -> Tensor:
+        """The kinds' scalars, then two bias corrections for each line."""
+        by_group = {shared.index: shared for shared in members}
+        values: list[float] = []
+        for kind in self.kinds:
+            shared = by_group[kind.group]
+            group, recipe = shared.group, shared.recipe
+            lr, radius_lr = (float(rate) for rate in rates(group, torch.float32))
+            turn = lr * float(recipe.kappa) * recipe.scale(kind.m, kind.n)
+            decay = 1 - lr * group["weight_decay"]
+            values += scalar_line(group, recipe, turn, radius_lr, decay)
+        end = len(values)
+        ages = [bias_corrections(shared.recipe, float(shared.opened.t)) for shared in members]
+        for k in self.member_of_line:
+            values += ages[k]
+        out = torch.tensor(values, dtype=torch.float32, device="cpu")
+        seeds = [signed_word(hash_seed(by_group[kind.group].group["step"])) for kind in self.kinds]
+        words = out.view(torch.int32)
+        words[SEED:end:SCALARS] = torch.tensor(seeds, dtype=torch.int64).to(torch.int32)
+        return out
+
+
+def key_of(members: Sequence[SharedParameter], operands: Sequence[Operands]) -> Any:
+    """What the tables and launches depend on, besides the exchange group's plan."""
+    return [
+        (
+            shared.index,
+            one.dtypes,
+            one.weight.device,
+            [v is not None for v in one.vectors],
+            Choices.of(shared.recipe, shared.group),
+        )
+        for shared, one in zip(members, operands, strict=True)
+    ]
