@@ -47,7 +47,7 @@ def run(
     groups = [{"params": flat}, {"params": [p for p in params if p.ndim > 2], "view": "stack"}]
     optimizer = make([group for group in groups if group["params"]])
     if not fused:
-        optimizer._advance_fused = lambda batch, *_: batch.params  # type: ignore[method-assign]
+        optimizer._update_fused = lambda batch, *_: batch.params  # type: ignore[method-assign]
     before = [p.detach().double().clone() for p in params]
     for step in gradients:
         for p, g in zip(params, step, strict=True):
@@ -96,7 +96,7 @@ def test_lr_momentum_and_kappa_reach_a_recorded_graph() -> None:
         p = nn.Parameter(0.02 * torch.ones(768, 768, device="cuda").tril())
         opt = AngularMuown([p], warmup_steps=2, decay_scale=1.0)
         if not fused:
-            opt._advance_fused = lambda batch, *_: batch.params  # type: ignore[method-assign]
+            opt._update_fused = lambda batch, *_: batch.params  # type: ignore[method-assign]
         for t, (g,) in enumerate(gradients):
             opt.param_groups[0].update(lr=0.01 * (t + 1), momentum=0.5 + 0.05 * t)
             p.grad = g.cuda()
