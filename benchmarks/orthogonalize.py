@@ -47,14 +47,14 @@ def milliseconds(work: Callable[[], Any], repeats: int = 10) -> float:
 
 def by_kernels(X: Tensor, chain: tuple[Product, ...]) -> tuple[float, Tensor]:
     count, m, n = X.shape
-    places = allocate(m, n, chain)
-    work = torch.zeros(count, places.size, dtype=torch.float16, device="cuda")
+    allocation = allocate(m, n, chain)
+    work = torch.zeros(count, allocation.size, dtype=torch.float16, device="cuda")
     norm = torch.linalg.matrix_norm(X.float(), keepdim=True)
     start = (SCALE / POLAR_EXPRESS_MARGIN * X / norm).half()
     tall = start if m >= n else start.mT
 
     def run() -> None:  # on finite numbers, whatever they are by now
-        products.run(work, m, n, chain, places, cublas=True)
+        products.run(work, m, n, chain, allocation, cublas=True)
 
     def load() -> None:
         work[:, : m * n].unflatten(1, tall.shape[1:]).copy_(tall)
@@ -63,7 +63,7 @@ def by_kernels(X: Tensor, chain: tuple[Product, ...]) -> tuple[float, Tensor]:
     took = milliseconds(run)
     load()
     run()
-    end = places.offsets[-1]
+    end = allocation.offsets[-1]
     return took, work[:, end : end + m * n].unflatten(1, (m, n)).double() / SCALE
 
 

@@ -1,4 +1,4 @@
-"""What only a GPU can show; run with `pytest -m gpu` on a machine that has one."""
+"""Tests that need a GPU; run them with `pytest -m gpu`."""
 
 import shutil
 from dataclasses import replace
@@ -24,18 +24,18 @@ pytestmark = [
 @pytest.mark.parametrize("optimizer", MEMBERS)
 @pytest.mark.parametrize("shape", [(64, 192), (192, 64), (128, 128)])
 @pytest.mark.parametrize("orthogonalize", ["polar_express", "newton_schulz", "gram"])
-def test_bf16_iterations_stay_near_the_float64_step(optimizer, shape, orthogonalize) -> None:
+def test_bf16_iterations_stay_close_to_float64(optimizer, shape, orthogonalize) -> None:
     assert _error(optimizer, shape, orthogonalize) < 2e-2
 
 
 @pytest.mark.parametrize("shape", [(64, 192), (192, 64), (128, 128)])
-def test_bf16_dual_steps_stay_near_the_float64_step(shape) -> None:
-    """Two polar factors for a step, and a multiplier from step to step."""
+def test_bf16_dual_steps_stay_close_to_float64(shape) -> None:
+    """Each step computes two polar factors and keeps a multiplier for the next."""
     assert _error(AngularMuown, shape, "tangent") < 2e-2
 
 
 def _error(optimizer, shape: tuple[int, int], orthogonalize: str) -> float:
-    """The relative error of W's change over ten steps, against the CPU in float64."""
+    """Return the relative error of the change in W over ten steps, against float64 on the CPU."""
     moved = []
     for device, dtype in (("cpu", torch.float64), ("cuda", torch.float32)):
         p = nn.Parameter(parameter(*shape).detach().to(device, dtype))
@@ -48,7 +48,7 @@ def _error(optimizer, shape: tuple[int, int], orthogonalize: str) -> float:
     return float((moved[1] - moved[0]).norm() / moved[0].norm())
 
 
-def test_float64_on_the_gpu_is_float64_on_the_cpu() -> None:
+def test_float64_on_the_gpu_matches_the_cpu() -> None:
     ends = []
     for device in ("cpu", "cuda"):
         p = nn.Parameter(parameter(24, 40).detach().to(device))
@@ -65,10 +65,10 @@ def test_the_loss_reaches_the_host() -> None:
     assert OnHost(loss).value() == 2.5
 
 
-# torch's compiler imports deprecated parts of torch
+# torch.compile imports deprecated modules
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_same_run_twice_is_the_same_to_the_bit(tmp_path, compiled) -> None:
+def test_two_identical_runs_are_bit_identical(tmp_path, compiled) -> None:
     base = recipe("nano")
     spec = replace(base, steps=20, eval_every=10, precision="bf16", compile=compiled, save_every=10)
     for name in ("a", "b"):
@@ -79,16 +79,18 @@ def test_the_same_run_twice_is_the_same_to_the_bit(tmp_path, compiled) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("micro", [0, 6])  # 16 sequences: all at once; 6, 6 and 4
-def test_recorded_passes_are_plain_ones_to_the_bit(tmp_path, monkeypatch, micro) -> None:
+def test_recorded_passes_are_bit_identical_to_plain_ones(tmp_path, monkeypatch, micro) -> None:
     base = replace(recipe("nano"), steps=16, eval_every=8, precision="bf16", micro_batch=micro)
-    base = replace(base, average="3,8")  # whose weights are swapped in and out for evaluations
+    base = replace(base, average="3,8")  # swapped in and out for evaluations
     model = replace(base.model, width=256, heads=4, mlp=512)  # so that the fused step covers it
     spec = replace(base, save_every=0, angle_every=4, batch=16, compile=True, model=model)
-    made = []
-    recorded = passes._Recorded
-    monkeypatch.setattr(passes, "_Recorded", lambda *args: made.append(recorded(*args)) or made[-1])
+    graphs = []
+    record = passes._Recorded
+    monkeypatch.setattr(
+        passes, "_Recorded", lambda *args: graphs.append(record(*args)) or graphs[-1]
+    )
     train(spec, tmp_path / "recorded")
-    assert len(made) == (2 if micro else 1)
+    assert len(graphs) == (2 if micro else 1)
     monkeypatch.setattr(trainer, "can_record", lambda *_: False)
     train(spec, tmp_path / "plain")
     a, b = ((tmp_path / name / "metrics.jsonl").read_text() for name in ("recorded", "plain"))
@@ -96,8 +98,8 @@ def test_recorded_passes_are_plain_ones_to_the_bit(tmp_path, monkeypatch, micro)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_recorded_passes_resume_and_share_a_model_to_the_bit(tmp_path) -> None:
-    """Stopped half-way and resumed; and after another run, by the model that this one leaves."""
+def test_recorded_passes_are_bit_identical_when_resumed_or_with_a_shared_model(tmp_path) -> None:
+    """A run is interrupted and resumed; another reuses the model of a previous run."""
     base = replace(recipe("nano"), steps=16, eval_every=8, save_every=8, precision="bf16")
     spec = replace(base, compile=True, keep=9)
     train(spec, tmp_path / "whole")
@@ -113,5 +115,5 @@ def test_recorded_passes_resume_and_share_a_model_to_the_bit(tmp_path) -> None:
         for name in ("whole", "cut", "second")
     )
     for name, other in zip(("cut", "second"), others, strict=True):
-        differing = [pair for pair in zip(whole, other, strict=True) if pair[0] != pair[1]]
-        assert not differing, (name, differing[0])
+        differences = [pair for pair in zip(whole, other, strict=True) if pair[0] != pair[1]]
+        assert not differences, (name, differences[0])

@@ -1,4 +1,4 @@
-"""The fused step on a GPU; run with `pytest -m gpu` on a machine that has one."""
+"""The fused step on a GPU; run these tests with `pytest -m gpu`."""
 
 import copy
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from angular_muown import AngleMonitor, AngularMuown, NorMuown, averaging
 from angular_muown.engine import Engine
-from angular_muown.kernels.pointers import PLACES, PinnedRing
+from angular_muown.kernels.pointers import SLOTS, PinnedRing
 from tests.library.family import FUSED
 
 pytestmark = [
@@ -39,7 +39,7 @@ def spectrum(kind: str, m: int, n: int) -> Tensor:
 def run(
     make: Callable[..., Engine], gradients: list[list[Tensor]], dtype: torch.dtype, fused: bool
 ) -> tuple[list[Tensor], Engine]:
-    """How far the weights moved, and the optimizer."""
+    """Train on the gradients; return the change in each weight, and the optimizer."""
     torch.manual_seed(0)
     start = [0.02 * torch.randn(g.shape, dtype=torch.float64) for g in gradients[0]]
     params = [nn.Parameter(w.to("cuda", dtype)) for w in start]
@@ -47,7 +47,7 @@ def run(
     groups = [{"params": flat}, {"params": [p for p in params if p.ndim > 2], "view": "stack"}]
     optimizer = make([group for group in groups if group["params"]])
     if not fused:
-        optimizer._advance_fused = lambda batch, *_: batch.params  # type: ignore[method-assign]
+        optimizer._update_fused = lambda batch, *_: batch.params  # type: ignore[method-assign]
     before = [p.detach().double().clone() for p in params]
     for step in gradients:
         for p, g in zip(params, step, strict=True):
@@ -56,36 +56,38 @@ def run(
     return [p.detach().double() - b for p, b in zip(params, before, strict=True)], optimizer
 
 
-def errors(moved: list[Tensor], wanted: list[Tensor]) -> list[float]:
-    return [float((a - b).norm() / b.norm()) for a, b in zip(moved, wanted, strict=True)]
+def errors(changes: list[Tensor], expected: list[Tensor]) -> list[float]:
+    return [float((a - b).norm() / b.norm()) for a, b in zip(changes, expected, strict=True)]
 
 
 @pytest.mark.parametrize("optimizer", FUSED)
-def test_the_fused_step_is_the_float64_step(optimizer: Callable[..., Engine]) -> None:
+def test_the_fused_step_matches_float64(optimizer: Callable[..., Engine]) -> None:
     torch.manual_seed(1)
     gradients = [[1e-3 * torch.randn(shape) for shape in SHAPES] for _ in range(STEPS)]
-    moved, opt = run(optimizer, gradients, torch.float32, fused=True)
+    fused, opt = run(optimizer, gradients, torch.float32, fused=True)
     eager, _ = run(optimizer, gradients, torch.float32, fused=False)
-    wanted, _ = run(optimizer, gradients, torch.float64, fused=True)
+    expected, _ = run(optimizer, gradients, torch.float64, fused=True)
     assert opt._fused is not None
     for _, step, rest in opt._fused.steps.values():
         assert step is not None
         assert step.graph is not None
         assert not rest
-    for fast, plain in zip(errors(moved, wanted), errors(eager, wanted), strict=True):
+    for fast, plain in zip(errors(fused, expected), errors(eager, expected), strict=True):
         assert fast < 5e-3
         assert fast <= plain
 
 
 @pytest.mark.parametrize("kind", ["gauss", "condition 1e12", "rank one", "repeated", "huge row"])
 @pytest.mark.parametrize("shape", [(768, 768), (2048, 512), (512, 2048)])
-def test_no_spectrum_is_worse_than_in_bfloat16(kind: str, shape: tuple[int, int]) -> None:
+def test_errors_on_every_spectrum_are_at_most_those_of_bfloat16(
+    kind: str, shape: tuple[int, int]
+) -> None:
     torch.manual_seed(2)
     gradients = [[spectrum(kind, *shape)]]
     make = lambda params: AngularMuown(params, radius="fixed")  # noqa: E731
     fast, plain = (run(make, gradients, torch.float32, fused)[0] for fused in (True, False))
-    wanted, _ = run(make, gradients, torch.float64, False)
-    assert errors(fast, wanted)[0] <= errors(plain, wanted)[0]
+    expected, _ = run(make, gradients, torch.float64, False)
+    assert errors(fast, expected)[0] <= errors(plain, expected)[0]
 
 
 def test_lr_momentum_and_kappa_reach_a_recorded_graph() -> None:
@@ -96,7 +98,7 @@ def test_lr_momentum_and_kappa_reach_a_recorded_graph() -> None:
         p = nn.Parameter(0.02 * torch.ones(768, 768, device="cuda").tril())
         opt = AngularMuown([p], warmup_steps=2, decay_scale=1.0)
         if not fused:
-            opt._advance_fused = lambda batch, *_: batch.params  # type: ignore[method-assign]
+            opt._update_fused = lambda batch, *_: batch.params  # type: ignore[method-assign]
         for t, (g,) in enumerate(gradients):
             opt.param_groups[0].update(lr=0.01 * (t + 1), momentum=0.5 + 0.05 * t)
             p.grad = g.cuda()
@@ -105,7 +107,7 @@ def test_lr_momentum_and_kappa_reach_a_recorded_graph() -> None:
     assert (ends[0] - ends[1]).norm() < 1e-2 * ends[1].norm()
 
 
-def test_a_copy_in_the_middle_goes_on_to_the_same_bits() -> None:
+def test_a_copy_of_the_optimizer_continues_bit_identically() -> None:
     torch.manual_seed(4)
     gradients = [1e-3 * torch.randn(768, 2048).cuda() for _ in range(6)]
     p = nn.Parameter(0.02 * torch.randn(768, 2048, device="cuda"))
@@ -124,7 +126,7 @@ def test_a_copy_in_the_middle_goes_on_to_the_same_bits() -> None:
 
 
 def recorded(p: nn.Parameter, opt: AngularMuown) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """A graph of forward, backward and step for |W x|^2, and its input."""
+    """Record forward, backward and step for |W x|^2; return the graph and its input."""
     x = torch.zeros(p.shape[1], 8, device="cuda")
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -140,9 +142,8 @@ def recorded(p: nn.Parameter, opt: AngularMuown) -> tuple[torch.cuda.CUDAGraph, 
     return graph, x
 
 
-def test_a_training_step_recorded_by_the_user() -> None:
-    """Replayed, it follows the scheduler, kappa, Adam's counters and the average's share, and
-    equals steps without."""
+def test_a_training_step_recorded_by_the_user_matches_plain_steps() -> None:
+    """Replays follow the scheduler, kappa, Adam's counters and the average's share."""
     torch.manual_seed(5)
     start = 0.02 * torch.randn(768, 512)
     inputs = [torch.randn(512, 8) for _ in range(5)]
@@ -171,7 +172,7 @@ def test_a_training_step_recorded_by_the_user() -> None:
     torch.testing.assert_close(*ends, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # it was refused
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # recording was refused
 def test_recording_is_refused_while_a_parameter_has_no_gradient() -> None:
     p, q = (nn.Parameter(torch.randn(256, 256, device="cuda")) for _ in range(2))
     opt = AngularMuown([("p", p), ("q", q)], capturable=True)
@@ -184,38 +185,37 @@ def test_recording_is_refused_while_a_parameter_has_no_gradient() -> None:
         opt.step()
 
 
-def test_release_frees_what_a_step_holds() -> None:
+def test_release_frees_the_work_buffer() -> None:
     p = nn.Parameter(torch.randn(2048, 2048, device="cuda"))
     opt = AngularMuown([p])
     p.grad = torch.randn_like(p)
     for _ in range(3):
         opt.step()
-    held = torch.cuda.memory_allocated()
+    allocated = torch.cuda.memory_allocated()
     opt.release()
-    assert torch.cuda.memory_allocated() <= held - p.numel()  # a quarter of its bytes
+    assert torch.cuda.memory_allocated() <= allocated - p.numel()  # a quarter of the weight's bytes
     opt.step()
 
 
-def test_a_measured_step_copies_no_weights() -> None:
-    """What it takes for the time of a chunk is less than half of them."""
+def test_a_monitored_step_does_not_copy_all_weights() -> None:
+    """The memory for one chunk at a time is less than half of the weights."""
     net = nn.ParameterList([torch.randn(1024, 1024, device="cuda") for _ in range(32)])
     opt = AngularMuown(net.parameters())
     monitor = AngleMonitor(net, opt)
-    held = 0
+    allocated = 0
     for _ in range(3):
         for p in net:
             p.grad = torch.randn_like(p)
         torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
+        allocated = torch.cuda.memory_allocated()
         opt.step()
-    taken = torch.cuda.max_memory_allocated() - held
-    assert taken < sum(p.numel() * p.element_size() for p in net) / 2
+    extra = torch.cuda.max_memory_allocated() - allocated
+    assert extra < sum(p.numel() * p.element_size() for p in net) / 2
     assert monitor.read()["angle_mean"] > 0
 
 
 def test_a_second_optimizer_compiles_nothing() -> None:
-    """Nor does another number of matrices of a known shape, another lr or another step."""
-
+    """Nor does another number of matrices of the same shape, another lr or another step."""
     from angular_muown.kernels.triton import matmul, rows
 
     kernels = [rows.before_kernel, rows.after_kernel, matmul.symmetric_kernel]
@@ -234,18 +234,18 @@ def test_a_second_optimizer_compiles_nothing() -> None:
     assert step(3) == step(16) == step(1) == step(2)
 
 
-def test_letters_arrive_in_order_while_the_device_is_far_behind() -> None:
-    """Places are written again only when the device has read them."""
-    box = PinnedRing(torch.zeros(64, device="cuda"))
-    arrived = []
-    for i in range(3 * PLACES):
+def test_copies_arrive_in_order_if_the_device_lags_behind() -> None:
+    """Slots are reused only after the device has read them."""
+    ring = PinnedRing(torch.zeros(64, device="cuda"))
+    received = []
+    for i in range(3 * SLOTS):
         torch.cuda._sleep(1_000_000)  # about half a millisecond
-        box.send(torch.full((64,), float(i)))
-        arrived.append(box.to.clone())
-    assert [t.unique().tolist() for t in arrived] == [[float(i)] for i in range(3 * PLACES)]
+        ring.send(torch.full((64,), float(i)))
+        received.append(ring.target.clone())
+    assert [t.unique().tolist() for t in received] == [[float(i)] for i in range(3 * SLOTS)]
 
 
-def test_the_default_device_does_not_matter() -> None:
+def test_the_default_device_is_ignored() -> None:
     ends = []
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
@@ -261,8 +261,8 @@ def test_the_default_device_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize("capturable", [False, True])
-def test_an_average_on_a_gpu(capturable: bool) -> None:
-    """It changes no bit of the weights, and is the recursion over them."""
+def test_averages_on_a_gpu(capturable: bool) -> None:
+    """They follow the recurrence over the weights, and do not change a bit of the weights."""
     ends, average = [], None
     for window in (None, 0.1):
         torch.manual_seed(0)

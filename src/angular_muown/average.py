@@ -1,12 +1,11 @@
-"""Averages of the last weights: moved after every step, put in the weights' place to be read.
+"""Averages of recent weights: updated after every step, swapped in for the weights to be read.
 
-No step reads an average, so the weights are the same to the bit with and without. Why an average
-begins with the weights that it finds is said where it is made, in `state`.
+No step reads an average, so the weights are the same bit for bit with and without averages.
+`params.state` explains why an average starts at the current weights.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,43 +16,45 @@ from angular_muown.params.rounding import reconcile_master
 from angular_muown.schedules import averaging
 from angular_muown.stages.context import State
 
-States = Mapping[Tensor, dict[str, Any]]
+States = Mapping[Tensor, State]
 Pairs = list[tuple[Tensor, Tensor]]
-ROOM = 2**24  # elements of 16-bit weights that are read as float32 at a time
-# Parameters that hold their averages now, by id. Not a mark on the optimizer: frameworks wrap it,
-# and a step through the wrapper would not see the mark of the wrapped one.
+CHUNK_ELEMENTS = 2**24  # of 16-bit weights that are converted to float32 at a time
+# Ids of parameters that hold their averages now. They are not marked on the optimizer: frameworks
+# wrap it, and a step through the wrapper would not see a mark on the wrapped optimizer.
 _swapped: set[int] = set()
 
 
-def update(groups: Sequence[Group], known: States) -> None:
-    """After a step. A group in which nothing had a gradient is at its weights for one more step."""
+def update(groups: Sequence[Group], states: States) -> None:
+    """Update all averages after a step, including those of groups without a gradient."""
     for group in groups:
         if group["average"] is not None:
             group["averaged"] += 1
-            _move(group, known)
-        elif isinstance(group["averaged"], Tensor) or group["averaged"]:  # switched off since
+            _update_group(group, states)
+        elif isinstance(group["averaged"], Tensor) or group["averaged"]:  # no longer averaged
             group["averaged"] = 0
             for p in group["params"]:
-                known.get(p, {}).pop("average", None)
+                states.get(p, {}).pop("average", None)
 
 
-def _move(group: Group, known: States) -> None:
-    """a <- a + (w - a) share(k) for all of a group, at the k-th step that its averages see: also
-    for parameters that had no gradient in it. Those that never had one have no average; it would
-    be their weights."""
-    states = [(p, known.get(p, {})) for p in group["params"]]
-    pairs = [(local(state["average"]), p, state) for p, state in states if "average" in state]
+def _update_group(group: Group, states: States) -> None:
+    """a <- a + (w - a) share(k), at the k-th step that the group's averages see.
+
+    This includes parameters without a gradient in this step. Those that never had one have no
+    average; it would equal their weights.
+    """
+    params = [(p, states.get(p, {})) for p in group["params"]]
+    averaged = [(local(state["average"]), p, state) for p, state in params if "average" in state]
     window = group["average"]
-    assert window is not None, "update() moves averages that are kept"
+    assert window is not None, "update() calls this for averaged groups only"
     share = averaging(window)(group["averaged"])
-    for some in _within(ROOM, ((a, _weight(p, state)) for a, p, state in pairs)):
-        averages = [a for a, _ in some]
-        weights = [w.to(a.dtype) for a, w in some]
-        if isinstance(share, Tensor):  # foreach takes no one tensor for all
+    for chunk in _chunks(CHUNK_ELEMENTS, ((a, _weight(p, state)) for a, p, state in averaged)):
+        averages = [a for a, _ in chunk]
+        weights = [w.to(a.dtype) for a, w in chunk]
+        if isinstance(share, Tensor):  # foreach does not take a single tensor for all
             shares = {dtype: share.to(dtype) for dtype in {a.dtype for a in averages}}
             for a, w in zip(averages, weights, strict=True):
                 a.lerp_(w, shares[a.dtype])
-        elif share == 1:  # whatever a was, also what is not finite
+        elif share == 1:  # a copy discards a non-finite average, lerp would not
             torch._foreach_copy_(averages, weights)
         else:
             torch._foreach_lerp_(averages, weights, share)
@@ -64,73 +65,77 @@ def _weight(p: Tensor, state: State) -> Tensor:
     return reconcile_master(local(state["master"]), p) if "master" in state else p
 
 
-def _within(room: int, pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Pairs]:
-    """In turn, as many as have so few elements, at least one."""
-    some: Pairs = []
-    taken = 0
+def _chunks(limit: int, pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Pairs]:
+    """Yield the pairs in chunks of at most `limit` elements, but at least one pair."""
+    chunk: Pairs = []
+    elements = 0
     for a, w in pairs:
-        if some and taken + a.numel() > room:
-            yield some
-            some, taken = [], 0
-        some.append((a, w))
-        taken += a.numel()
-    if some:
-        yield some
+        if chunk and elements + a.numel() > limit:
+            yield chunk
+            chunk, elements = [], 0
+        chunk.append((a, w))
+        elements += a.numel()
+    if chunk:
+        yield chunk
 
 
 def check_outside(groups: Sequence[Group], what: str) -> None:
+    """Raise if a parameter holds its average now; `what` is the call to name in the error."""
     if _swapped and any(id(p) in _swapped for group in groups for p in group["params"]):
         raise RuntimeError(
-            f"{what} inside of averaged(), where the parameters hold averages and the weights wait "
-            "to come back: leave the with block first"
+            f"{what} was called inside averaged(), while the parameters hold averages instead of "
+            "weights: leave the with block first"
         )
 
 
 @contextmanager
 def in_place_of_weights(
-    groups: Sequence[Group], known: States, model: nn.Module | None
+    groups: Sequence[Group], states: States, model: nn.Module | None
 ) -> Iterator[None]:
-    """Averages in the place of the weights, which come back to the bit. Values are copied and
-    addresses stay, because compiled models and recorded graphs rely on them."""
+    """Replace weights by averages inside a `with` block; restore the weights bit for bit.
+
+    Values are copied, so addresses do not change: compiled models and recorded graphs rely on them.
+    """
     check_outside(groups, "averaged()")
-    begun = (g for g in groups if g["average"] is not None and int(g["averaged"]))
-    own = [p for group in begun for p in group["params"]]
-    states = [(p, known.get(p, {})) for p in own]
-    found = [(p, state["average"]) for p, state in states if "average" in state]
-    if not found:
-        kept = any(group["average"] is not None for group in groups)
+    started = (g for g in groups if g["average"] is not None and int(g["averaged"]))
+    candidates = [(p, states.get(p, {})) for group in started for p in group["params"]]
+    averaged = [(p, state["average"]) for p, state in candidates if "average" in state]
+    if not averaged:
         raise RuntimeError(
-            "the averages begin with the next step: take one first"
-            if kept
-            else "no average of the weights is kept: make the optimizer with average=0.1 (about "
-            "the last tenth of the steps)"
+            "the averages begin with the next step: take a step first"
+            if any(group["average"] is not None for group in groups)
+            else "this optimizer keeps no averages: construct it with average=0.1 (about the last "
+            "tenth of the steps)"
         )
-    sharded = [p for p, _ in found if is_sharded(p)]
-    _reshard(model, sharded)  # before that, a model's parameters may be others than the optimizer's
+    sharded = [p for p, _ in averaged if is_sharded(p)]
+    _reshard(model, sharded)  # until then, the model's parameters may not be the optimizer's
     _check_model(model, sharded)
-    copies = [local(p.detach()).clone() for p, _ in found]
-    marks = {id(p) for p, _ in found}
+    weights = [local(p.detach()).clone() for p, _ in averaged]
+    ids = {id(p) for p, _ in averaged}
     try:
-        _swapped.update(marks)
-        _put([p for p, _ in found], [local(a) for _, a in found])
+        _swapped.update(ids)
+        _write([p for p, _ in averaged], [local(a) for _, a in averaged])
         yield
     finally:
-        _swapped.difference_update(marks)
+        _swapped.difference_update(ids)
         _reshard(model, sharded)
-        _put([p for p, _ in found], copies)
+        _write([p for p, _ in averaged], weights)
 
 
-def _put(params: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Where they lie now: somebody may have cast or moved the model inside."""
+def _write(params: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy values into the parameters, which the user may have cast or moved in the meantime."""
     torch._foreach_copy_([local(p.detach()) for p in params], list(values))
 
 
 def _reshard(model: nn.Module | None, sharded: Sequence[Tensor]) -> None:
-    """After a forward pass FSDP keeps the outermost weights gathered, for the backward pass. The
-    next forward pass would take these for the shards' values, which are other ones by then."""
+    """Make FSDP discard gathered weights.
+
+    FSDP keeps the root module's weights gathered after a forward pass, for the backward pass. The
+    next forward pass would use them instead of the shards' new values.
+    """
     if model is None or not sharded:
         return
-    from torch.distributed.fsdp import FSDPModule  # takes time to import
+    from torch.distributed.fsdp import FSDPModule  # slow to import
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -142,15 +147,14 @@ def _check_model(model: nn.Module | None, sharded: Sequence[Tensor]) -> None:
         return
     if model is None:
         raise ValueError(
-            f"averaged() for {len(sharded)} parameters that are spread over ranks: write "
-            "averaged(model), because FSDP may keep weights of the model gathered that are no "
-            "longer those of the parameters"
+            f"averaged() was called without the model, but {len(sharded)} parameters are sharded "
+            "across ranks: write averaged(model), because FSDP may keep outdated weights gathered"
         )
-    own = {id(p) for p in model.parameters()}
-    strangers = [p for p in sharded if id(p) not in own]
-    if strangers:
+    ids = {id(p) for p in model.parameters()}
+    missing = [p for p in sharded if id(p) not in ids]
+    if missing:
         raise ValueError(
-            f"averaged(model) with a {type(model).__name__} that lacks {len(strangers)} of the "
-            f"{len(sharded)} parameters that are spread over ranks, one of shape "
-            f"{tuple(strangers[0].shape)}: give the whole model"
+            f"averaged(model) was called with a {type(model).__name__} that lacks {len(missing)} "
+            f"of the {len(sharded)} parameters that are sharded across ranks, one of shape "
+            f"{tuple(missing[0].shape)}: pass the whole model"
         )

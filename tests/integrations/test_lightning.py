@@ -130,6 +130,6 @@ def test_an_average_through_fabrics_wrapper(settings: dict[str, Any], inner: boo
     with outer.averaged():
         assert torch.equal(made.weight, own.state[made.weight]["average"])
         assert not torch.equal(made.weight, before)
-        with pytest.raises(RuntimeError, match=r"step\(\) inside of averaged"):
+        with pytest.raises(RuntimeError, match=r"step\(\) was called inside averaged"):
             other.step()
     assert torch.equal(made.weight, before)

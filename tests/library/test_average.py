@@ -1,4 +1,4 @@
-"""The average of the last weights: what it is, that steps do not notice it, and reading it."""
+"""Averages of recent weights: their values, reading them, and no effect on steps."""
 
 import re
 from collections.abc import Iterator
@@ -19,59 +19,64 @@ from tests.library.sharded import GROUPS, made, pull
 WINDOWS = [0.1, 0.3, 2, 7, 100]
 
 
-def counts(window: float, steps: int) -> list[float]:
-    """What each step's weights count for in the end: shares, and what later ones leave of them."""
-    later = [
+def coefficients(window: float, steps: int) -> list[float]:
+    """Return the coefficient of each step's weights in the average after `steps` steps."""
+    shares = [
         min(1.0, 1 / (window * k)) if window < 1 else max(1 / window, 1 / k)
         for k in range(1, steps + 1)
     ]
-    return [share * prod(1 - s for s in later[k + 1 :]) for k, share in enumerate(later)]
+    return [share * prod(1 - s for s in shares[k + 1 :]) for k, share in enumerate(shares)]
 
 
 def by_hand(history: list[Tensor], window: float) -> Tensor:
-    pairs = zip(counts(window, len(history)), history, strict=True)
+    pairs = zip(coefficients(window, len(history)), history, strict=True)
     return sum((c * w.double() for c, w in pairs), torch.zeros((), dtype=torch.float64))
 
 
-def close(average: Tensor, history: list[Tensor], window: float, tolerance: float = 1e-6) -> None:
-    wanted = by_hand(history, window)
-    torch.testing.assert_close(average.double(), wanted, rtol=tolerance, atol=tolerance)
+def assert_average(
+    average: Tensor, history: list[Tensor], window: float, tolerance: float = 1e-6
+) -> None:
+    expected = by_hand(history, window)
+    torch.testing.assert_close(average.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-def followed(window: float, steps: int) -> list[float]:
-    """The recurrence for weights that are 1 at one step and 0 at all others, from 99 on."""
-    found = []
+def by_recurrence(window: float, steps: int) -> list[float]:
+    """Return the same from the recurrence, with weights that are 1 at one step and 0 at others.
+
+    The initial value of 99 must not matter.
+    """
+    averages = []
     for one in range(1, steps + 1):
         a = 99.0
         for k in range(1, steps + 1):
             a += (float(k == one) - a) * averaging(window)(k)
-        found.append(a)
-    return found
+        averages.append(a)
+    return averages
 
 
 @pytest.mark.parametrize("window", WINDOWS)
-def test_what_a_step_counts_for(window: float) -> None:
-    found = followed(window, 40)
-    assert found == pytest.approx(counts(window, 40), abs=1e-14)
-    assert sum(found) == pytest.approx(1.0), "constant weights are their own average"
+def test_shares_give_the_expected_coefficients(window: float) -> None:
+    actual = by_recurrence(window, 40)
+    assert actual == pytest.approx(coefficients(window, 40), abs=1e-14)
+    assert sum(actual) == pytest.approx(1.0), "the average of constant weights is the weights"
     assert all(0 < averaging(window)(k) <= 1 for k in range(1, 1000))
 
 
 @pytest.mark.parametrize("degree", [1, 3, 9])
-def test_a_share_is_polynomial_decay(degree: int) -> None:
-    """Shares c/k have a closed form: C(k - 1, c - 1) / C(n, c), a polynomial of degree c - 1."""
+def test_a_window_below_one_gives_polynomial_coefficients(degree: int) -> None:
+    """For shares c/k they are C(k - 1, c - 1) / C(n, c), a polynomial in k of degree c - 1."""
     c, n = degree + 1, 60
-    wanted = [comb(k - 1, c - 1) / comb(n, c) for k in range(1, n + 1)]
-    assert followed(1 / c, n) == pytest.approx(wanted, abs=1e-13)
-    age = sum((n - k) * count for k, count in enumerate(wanted, start=1))
-    assert age == pytest.approx(n / (1 + c), abs=1.0), "as the docstring says"
+    expected = [comb(k - 1, c - 1) / comb(n, c) for k in range(1, n + 1)]
+    assert by_recurrence(1 / c, n) == pytest.approx(expected, abs=1e-13)
+    age = sum((n - k) * coefficient for k, coefficient in enumerate(expected, start=1))
+    assert age == pytest.approx(n / (1 + c), abs=1.0), "the mean age in averaging's docstring"
 
 
 @pytest.mark.parametrize("window", [2, 7, 40])
-def test_a_number_of_steps_begins_as_the_plain_mean(window: int) -> None:
-    assert followed(window, window) == pytest.approx([1 / window] * window)
+def test_a_window_in_steps_starts_as_the_plain_mean(window: int) -> None:
+    assert by_recurrence(window, window) == pytest.approx([1 / window] * window)
     after = averaging(window)(window + 5)
-    assert after == averaging(window)(10**6) == 1 / window, "and goes on exponentially"
+    assert after == averaging(window)(10**6) == 1 / window, "then exponential"
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -86,7 +91,7 @@ BAD = [0, 1, 1.0, -0.1, -3, 2.5, float("nan"), float("inf"), True, "0.1"]
 
 
 @pytest.mark.parametrize("window", BAD)
-def test_windows_that_make_no_sense(window: Any) -> None:
+def test_invalid_windows_are_refused(window: Any) -> None:
     with pytest.raises(ValueError, match=rf"window={re.escape(repr(window))} .*whole number"):
         averaging(window)
     with pytest.raises(ValueError, match=rf"average={re.escape(repr(window))} .*None, a share"):
@@ -113,33 +118,33 @@ def train(model: nn.Module, optimizer: Engine, steps: range) -> dict[str, list[T
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("window", [0.3, 3])
-def test_it_is_that_of_the_weights(window: float, dtype: torch.dtype) -> None:
-    """Of AdamW's as well."""
+def test_the_average_is_that_of_the_weights(window: float, dtype: torch.dtype) -> None:
+    """Also for AdamW's parameters."""
     model, optimizer = make(window, dtype)
     history = train(model, optimizer, range(9))
     tolerance = 1e-13 if dtype == torch.float64 else 1e-6
     for name, p in model.named_parameters():
         average = optimizer.state[p]["average"]
         assert average.dtype == torch.promote_types(dtype, torch.float32)
-        close(average, history[name], window, tolerance)
+        assert_average(average, history[name], window, tolerance)
         assert not torch.equal(average, p.to(average.dtype)), name
 
 
-def test_sixteen_bit_weights_are_read_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However few: no element counts twice, none is left out."""
+def test_the_chunk_size_does_not_change_averages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every element is averaged exactly once."""
     ends = []
-    for room in (1, 700, 2**24):
-        monkeypatch.setattr("angular_muown.average.ROOM", room)
+    for elements in (1, 700, 2**24):
+        monkeypatch.setattr("angular_muown.average.CHUNK_ELEMENTS", elements)
         model, optimizer = make(3, torch.bfloat16)
         train(model, optimizer, range(4))
         ends.append([optimizer.state[p]["average"] for p in model.parameters()])
-    for few, some, all_ in zip(*ends, strict=True):
-        assert torch.equal(few, all_)
-        assert torch.equal(some, all_)
+    for one, several, whole in zip(*ends, strict=True):
+        assert torch.equal(one, whole)
+        assert torch.equal(several, whole)
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)
-def test_steps_do_not_notice(optimizer: type[Engine]) -> None:
+def test_averaging_does_not_change_steps(optimizer: type[Engine]) -> None:
     ends = []
     for window in (None, 0.5):
         params = [parameter(6, 8, dtype=torch.bfloat16), parameter(5, dtype=torch.float32)]
@@ -156,9 +161,9 @@ def test_steps_do_not_notice(optimizer: type[Engine]) -> None:
             assert torch.equal(one[key], other[key]), key
 
 
-def test_every_layout() -> None:
-    own, params = made(GROUPS, None, torch.float64)
-    optimizer = AngularMuown(own, lr=0.02, average=0.4)
+def test_averages_for_every_layout() -> None:
+    groups, params = made(GROUPS, None, torch.float64)
+    optimizer = AngularMuown(groups, lr=0.02, average=0.4)
     history: list[list[Tensor]] = [[] for _ in params]
     for t in range(5):
         for i, (p, _) in enumerate(params):
@@ -167,29 +172,29 @@ def test_every_layout() -> None:
         for seen, (p, _) in zip(history, params, strict=True):
             seen.append(p.detach().clone())
     for seen, (p, _) in zip(history, params, strict=True):
-        close(optimizer.state[p]["average"], seen, 0.4, 1e-13)
+        assert_average(optimizer.state[p]["average"], seen, 0.4, 1e-13)
 
 
-def test_of_a_master_copy_it_is_the_masters() -> None:
+def test_a_master_copy_is_averaged_instead_of_the_weight() -> None:
     p = parameter(6, 8, dtype=torch.bfloat16)
     optimizer = AngularMuown([p], lr=1e-4, write_back="master", average=3)
     masters = []
     for t in range(5):
         run(optimizer, [p], 1, start=t)
         masters.append(optimizer.state[p]["master"].clone())
-    close(optimizer.state[p]["average"], masters, 3)
+    assert_average(optimizer.state[p]["average"], masters, 3)
     with optimizer.averaged():
         assert torch.equal(p, optimizer.state[p]["average"].bfloat16())
     assert torch.equal(p, masters[-1].bfloat16())
 
 
-@pytest.mark.parametrize("looked_at", [False, True])
+@pytest.mark.parametrize("probed", [False, True])
 @pytest.mark.parametrize("window", [0.3, 4])
-def test_gradients_that_come_late_or_not_at_all(window: float, looked_at: bool) -> None:
-    """A weight that has not moved counts as it is, at every step of its group."""
+def test_gradients_may_come_late_or_never(window: float, probed: bool) -> None:
+    """Weights without a gradient are averaged too, at every step."""
     early, late, never = params = [parameter(4, 6, seed=i) for i in range(3)]
     optimizer = AngularMuown(params, lr=0.05, average=window)
-    if looked_at:  # as torch does to see a fresh optimizer's state
+    if probed:  # as torch does to create a fresh optimizer's state
         optimizer.param_groups[0]["lr"] = 0.0
         for p in params:
             p.grad = torch.zeros_like(p)
@@ -206,14 +211,14 @@ def test_gradients_that_come_late_or_not_at_all(window: float, looked_at: bool) 
         for seen, p in zip(history, params, strict=True):
             seen.append(p.detach().clone())
     for p, seen in zip((early, late), history, strict=False):
-        close(optimizer.state[p]["average"], seen, window, 1e-13)
+        assert_average(optimizer.state[p]["average"], seen, window, 1e-13)
     before = never.detach().clone()
     with optimizer.averaged():
         assert torch.equal(never, before)
-        close(late.detach(), history[1], window, 1e-13)
+        assert_average(late.detach(), history[1], window, 1e-13)
 
 
-def test_groups_of_their_own() -> None:
+def test_groups_may_have_different_windows() -> None:
     params = [parameter(4, 6, seed=i) for i in range(3)]
     windows = (2, None, 0.9)
     groups = [{"params": [p], "average": w} for p, w in zip(params, windows, strict=True)]
@@ -225,46 +230,46 @@ def test_groups_of_their_own() -> None:
             seen.append(p.detach().clone())
     assert ["average" in optimizer.state[p] for p in params] == [True, False, True]
     with optimizer.averaged():
-        close(params[0].detach(), history[0], 2, 1e-13)
+        assert_average(params[0].detach(), history[0], 2, 1e-13)
         assert torch.equal(params[1], history[1][-1])
-        close(params[2].detach(), history[2], 0.9, 1e-13)
-    optimizer.param_groups[2]["average"] = None  # it would stand still from now on
+        assert_average(params[2].detach(), history[2], 0.9, 1e-13)
+    optimizer.param_groups[2]["average"] = None  # the average is dropped
     run(optimizer, params, 1, start=5)
     last = params[2].detach().clone()
     with optimizer.averaged():
         assert torch.equal(params[2], last)
     optimizer.param_groups[2]["average"] = 5
     seen = []
-    for t in (6, 7):  # as a new one
+    for t in (6, 7):  # a new average
         run(optimizer, params, 1, start=t)
         seen.append(params[2].detach().clone())
-    close(optimizer.state[params[2]]["average"], seen, 5, 1e-13)
+    assert_average(optimizer.state[params[2]]["average"], seen, 5, 1e-13)
 
 
-def test_a_group_that_is_frozen_counts_as_it_is() -> None:
-    """At every step of the optimizer, as the weights that a model has do."""
-    still, moving = parameter(4, 6, seed=1), parameter(4, 6, seed=2)
-    optimizer = AngularMuown([{"params": [still]}, {"params": [moving]}], lr=0.05, average=0.3)
+def test_a_frozen_group_is_averaged_at_every_step() -> None:
+    """Its weights do not change, but they are the model's weights at that step."""
+    frozen, moving = parameter(4, 6, seed=1), parameter(4, 6, seed=2)
+    optimizer = AngularMuown([{"params": [frozen]}, {"params": [moving]}], lr=0.05, average=0.3)
     history = []
     for t in range(12):
-        still.grad = noise(4, 6, seed=t) if t < 5 else None
+        frozen.grad = noise(4, 6, seed=t) if t < 5 else None
         moving.grad = noise(4, 6, seed=50 + t)
         optimizer.step()
-        history.append(still.detach().clone())
-    assert optimizer.param_groups[0]["step"] == 5, "kappa's clock stands"
-    close(optimizer.state[still]["average"], history, 0.3, 1e-13)
-    for p in (still, moving):
+        history.append(frozen.detach().clone())
+    assert optimizer.param_groups[0]["step"] == 5, "kappa's clock stops"
+    assert_average(optimizer.state[frozen]["average"], history, 0.3, 1e-13)
+    for p in (frozen, moving):
         p.grad = None
     before = optimizer.state[moving]["average"].clone()
-    optimizer.step()  # which is none
+    optimizer.step()  # no gradients: not a step
     assert torch.equal(optimizer.state[moving]["average"], before)
 
 
-def test_what_is_not_finite_is_left_behind_while_the_share_is_one() -> None:
-    """After a step with such a gradient, when good weights and moments are put back."""
+def test_a_non_finite_average_is_discarded_while_the_share_is_one() -> None:
+    """The user restores good weights and moments after a step with a non-finite gradient."""
     p = parameter(4, 6)
     optimizer = AngularMuown([p], lr=0.05, average=0.3)
-    kept = p.detach().clone()
+    good = p.detach().clone()
     p.grad = torch.full_like(p, torch.nan)
     optimizer.step()
     average = optimizer.state[p]["average"]
@@ -272,15 +277,15 @@ def test_what_is_not_finite_is_left_behind_while_the_share_is_one() -> None:
     optimizer.state[p].clear()
     optimizer.state[p]["average"] = average
     with torch.no_grad():
-        p.copy_(kept)
+        p.copy_(good)
     run(optimizer, [p], 1, start=1)
     assert optimizer.state[p]["average"] is average
     assert averaging(0.3)(optimizer.param_groups[0]["averaged"]) == 1
     assert torch.equal(average, p)
 
 
-def test_a_weight_that_was_changed_beside_its_master() -> None:
-    """The weight wins, as it does in a step."""
+def test_a_weight_edited_by_the_user_overrides_its_master() -> None:
+    """As it does in a step."""
     edited, other = (parameter(4, 6, seed=i, dtype=torch.bfloat16) for i in range(2))
     optimizer = AngularMuown([edited, other], lr=0.02, write_back="master", average=2)
     run(optimizer, [edited, other], 2)
@@ -293,8 +298,8 @@ def test_a_weight_that_was_changed_beside_its_master() -> None:
     torch.testing.assert_close(optimizer.state[edited]["average"], torch.ones(4, 6))
 
 
-def test_a_model_that_is_cast_inside() -> None:
-    """To save it in another dtype, say. It stays so, and gets its own weights back."""
+def test_a_model_may_be_cast_inside_averaged() -> None:
+    """For example to save it. It keeps the new dtype and gets its weights back."""
     model, optimizer = make(3)
     train(model, optimizer, range(3))
     before = [p.detach().clone() for p in model.parameters()]
@@ -305,19 +310,19 @@ def test_a_model_that_is_cast_inside() -> None:
 
 
 @pytest.mark.parametrize("window", [0.3, 3])
-def test_capturable_moves_it_by_the_clock_on_the_device(window: float) -> None:
+def test_capturable_averages_follow_the_clock_on_the_device(window: float) -> None:
     params = [parameter(4, 6, dtype=torch.float32), parameter(5, dtype=torch.float32)]
     groups = [{"params": params[:1]}, {"params": params[1:], "algorithm": "adamw"}]
     optimizer = AngularMuown(groups, lr=0.05, average=window, capturable=True)
     copies = [p.detach().clone() for p in params]
-    places = []
+    addresses = []
     for t in range(7):
         run(optimizer, params, 1, start=t)
         for a, p in zip(copies, params, strict=True):
             a.lerp_(p.detach(), averaging(window)(t + 1))
             assert torch.equal(optimizer.state[p]["average"], a)
-        places.append([optimizer.state[p]["average"].data_ptr() for p in params])
-    assert all(place == places[0] for place in places), "a recorded step writes there"
+        addresses.append([optimizer.state[p]["average"].data_ptr() for p in params])
+    assert all(a == addresses[0] for a in addresses), "a recorded step writes to this address"
     cuda_graph.check(optimizer.param_groups, optimizer.state)
     del optimizer.state[params[0]]["average"]
     with pytest.raises(RuntimeError, match=r"no average yet, .*take a step before recording"):
@@ -334,7 +339,7 @@ def untouched(params: list[nn.Parameter]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_weights_come_back_to_the_bit_whatever_happens(dtype: torch.dtype) -> None:
+def test_the_weights_are_restored_bit_for_bit_even_after_an_error(dtype: torch.dtype) -> None:
     model, optimizer = make(3, dtype)
     train(model, optimizer, range(4))
     params = list(model.parameters())
@@ -353,7 +358,7 @@ def test_the_weights_come_back_to_the_bit_whatever_happens(dtype: torch.dtype) -
     with untouched(params):
         with pytest.raises(OSError, match="no tokens"), optimizer.averaged():
             fail()
-        with optimizer.averaged():  # once more, and gradients may be asked for
+        with optimizer.averaged():  # a second time, with a backward pass
             loss_of(model).backward()
     assert all(
         torch.equal(optimizer.state[p]["average"], a) for p, a in zip(params, averages, strict=True)
@@ -361,27 +366,29 @@ def test_the_weights_come_back_to_the_bit_whatever_happens(dtype: torch.dtype) -
     train(model, optimizer, range(4, 5))
 
 
-def test_what_may_not_happen_inside() -> None:
+def test_steps_and_loading_are_refused_inside_averaged() -> None:
     model, optimizer = make(3)
     train(model, optimizer, range(2))
     saved = optimizer.state_dict()
     called = []
     with untouched(list(model.parameters())), optimizer.averaged():
-        with pytest.raises(RuntimeError, match=r"step\(\) inside of averaged.*leave the with"):
+        with pytest.raises(
+            RuntimeError, match=r"step\(\) was called inside averaged.*leave the with"
+        ):
             optimizer.step(lambda: called.append(1))
-        with pytest.raises(RuntimeError, match=r"load_state_dict\(\) inside of averaged"):
+        with pytest.raises(RuntimeError, match=r"load_state_dict\(\) was called inside averaged"):
             optimizer.load_state_dict(saved)
         nested = optimizer.averaged()
-        with pytest.raises(RuntimeError, match=r"averaged\(\) inside of averaged"), nested:
+        with pytest.raises(RuntimeError, match=r"averaged\(\) was called inside averaged"), nested:
             called.append(2)
     assert not called
     optimizer.step()
 
 
-def test_without_an_average_it_says_what_to_set() -> None:
-    for window, steps, words in ((None, 2, r"with average=0\.1"), (0.1, 0, "take one first")):
+def test_without_an_average_the_error_says_what_to_do() -> None:
+    for window, steps, message in ((None, 2, r"with average=0\.1"), (0.1, 0, "take a step first")):
         model, optimizer = make(window)
         train(model, optimizer, range(steps))
-        with pytest.raises(RuntimeError, match=words), optimizer.averaged():
+        with pytest.raises(RuntimeError, match=message), optimizer.averaged():
             pass
         train(model, optimizer, range(1))

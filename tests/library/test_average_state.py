@@ -1,4 +1,4 @@
-"""The average in state dicts, copies and checkpoints, and over ranks."""
+"""Averages in state dicts, copies and checkpoints, and across ranks."""
 
 import copy
 import pickle
@@ -35,9 +35,9 @@ def averages(optimizer: Engine) -> dict[str, Tensor]:
     return {name: whole(optimizer.state[p]["average"]) for name, p in named}
 
 
-def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
 
 def by_state_dict(model: nn.Module, optimizer: Engine) -> tuple[nn.Module, Engine]:
@@ -65,7 +65,9 @@ def by_pickle(model: nn.Module, optimizer: Engine) -> tuple[nn.Module, Engine]:
 
 @pytest.mark.parametrize("resumed", [by_state_dict, by_torch, by_deepcopy, by_pickle])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_resumed_is_uninterrupted_bit_for_bit(resumed: Any, dtype: torch.dtype) -> None:
+def test_a_resumed_run_is_bit_identical_to_an_uninterrupted_one(
+    resumed: Any, dtype: torch.dtype
+) -> None:
     model, optimizer = make(WINDOW, dtype)
     train(model, optimizer, range(4))
     other, fresh = resumed(model, optimizer)
@@ -76,18 +78,18 @@ def test_resumed_is_uninterrupted_bit_for_bit(resumed: Any, dtype: torch.dtype) 
     assert all(a.dtype == torch.float32 for a in averages(fresh).values())
 
 
-def test_a_look_at_a_fresh_optimizer_changes_nothing() -> None:
-    (model, optimizer), (other, looked_at) = make(WINDOW), make(WINDOW)
-    get_optimizer_state_dict(other, looked_at)
-    assert_equal(averages(looked_at), dict(other.named_parameters()))
+def test_creating_a_fresh_optimizers_state_changes_nothing() -> None:
+    (model, optimizer), (other, probed) = make(WINDOW), make(WINDOW)
+    get_optimizer_state_dict(other, probed)
+    assert_equal(averages(probed), dict(other.named_parameters()))
     train(model, optimizer, range(3))
-    train(other, looked_at, range(3))
-    assert_equal(averages(looked_at), averages(optimizer))
+    train(other, probed, range(3))
+    assert_equal(averages(probed), averages(optimizer))
 
 
 @pytest.mark.parametrize("older", [False, True])
-def test_an_average_that_the_state_has_not_begins(older: bool) -> None:
-    """As a new one: its first step leaves nothing of what was before, whatever the clock says."""
+def test_averages_missing_from_a_state_dict_start_anew(older: bool) -> None:
+    """The first step discards the initial value, whatever the group's step is."""
     model, optimizer = make(None)
     train(model, optimizer, range(6))
     saved = through_a_file(optimizer.state_dict())
@@ -100,15 +102,15 @@ def test_an_average_that_the_state_has_not_begins(older: bool) -> None:
         warnings.simplefilter("error")
         fresh.load_state_dict(saved)
     assert all(group["average"] == WINDOW for group in fresh.param_groups)
-    wanted = {name: torch.zeros_like(p) for name, p in other.named_parameters()}
+    expected = {name: torch.zeros_like(p) for name, p in other.named_parameters()}
     for k in (1, 2, 3, 4):
         for name, [weight] in train(other, fresh, range(k + 5, k + 6)).items():
-            wanted[name] = weight if k == 1 else wanted[name].lerp(weight, averaging(WINDOW)(k))
-        assert_equal(averages(fresh), wanted)
+            expected[name] = weight if k == 1 else expected[name].lerp(weight, averaging(WINDOW)(k))
+        assert_equal(averages(fresh), expected)
 
 
-def test_averages_that_nobody_keeps_are_left_out_aloud() -> None:
-    """The setting is the constructor's. Kept without it they would stand still, out of date."""
+def test_loading_unwanted_averages_drops_them_with_a_warning() -> None:
+    """The constructor decides. Without average= they would not be updated."""
     model, optimizer = make(WINDOW)
     train(model, optimizer, range(2))
     _, fresh = make(None)
@@ -122,15 +124,15 @@ def test_averages_that_nobody_keeps_are_left_out_aloud() -> None:
     assert len(fresh.state) == len(optimizer.state)
 
 
-def test_another_window_goes_on_from_the_average_that_was() -> None:
+def test_another_window_continues_from_the_loaded_average() -> None:
     model, optimizer = make(WINDOW)
     train(model, optimizer, range(4))
     _, fresh = make(50)
     fresh.load_state_dict(through_a_file(optimizer.state_dict()))
     assert all(group["average"] == 50 for group in fresh.param_groups)
-    found = [state["average"] for state in fresh.state.values()]
-    wanted = [state["average"] for state in optimizer.state.values()]
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    loaded = [state["average"] for state in fresh.state.values()]
+    expected = [state["average"] for state in optimizer.state.values()]
+    assert all(torch.equal(a, b) for a, b in zip(loaded, expected, strict=True))
 
 
 def test_an_average_of_another_shape_is_refused() -> None:
@@ -144,22 +146,25 @@ def test_an_average_of_another_shape_is_refused() -> None:
     assert not fresh.state
 
 
-def built(way: str) -> tuple[nn.Module, nn.Module, Any]:
+def build(way: str) -> tuple[nn.Module, nn.Module, Any]:
     net = SmallNet()
     model = sharding(net, way)
     return net, model, AngularMuown(planned(net), lr=0.05, average=WINDOW)
 
 
 def loss(model: nn.Module, step: int) -> Tensor:
-    """The same batch on every rank."""
+    """Return the loss on a batch that is the same on every rank."""
     generator = torch.Generator().manual_seed(step)
     return model(torch.randn(8, WIDTH, dtype=torch.float64, generator=generator)).square().mean()
 
 
-def go_on(net: nn.Module, model: nn.Module, optimizer: Engine, steps: range) -> list[float]:
-    """Losses of the averages after each step. A bias has no gradient before step 3, unlike the rest
-    of its group; the pass before an average is read is one with the weights, which FSDP keeps."""
-    found = []
+def train_on(net: nn.Module, model: nn.Module, optimizer: Engine, steps: range) -> list[float]:
+    """Train; return the loss of the averages after each step.
+
+    A bias has no gradient before the third step, unlike the rest of its group. A forward pass with
+    the weights precedes each reading of the averages, because FSDP keeps the weights gathered.
+    """
+    losses = []
     for step in steps:
         loss(model, step).backward()
         for name, p in net.named_parameters():
@@ -169,28 +174,28 @@ def go_on(net: nn.Module, model: nn.Module, optimizer: Engine, steps: range) -> 
         optimizer.zero_grad()
         before = loss(model, 50)
         with torch.no_grad(), optimizer.averaged(net):
-            found.append(loss(model, 50).item())
+            losses.append(loss(model, 50).item())
         assert loss(model, 50).item() == before.item()
-    return found
+    return losses
 
 
 Outcome = tuple[dict[str, Tensor], list[float]]
 
 
-def trained(ways: tuple[str, ...]) -> list[Outcome]:
-    found = []
+def outcomes(ways: tuple[str, ...]) -> list[Outcome]:
+    trained = []
     for way in ways:
-        net, model, optimizer = built(way)
-        losses = go_on(net, model, optimizer, range(5))
+        net, model, optimizer = build(way)
+        losses = train_on(net, model, optimizer, range(5))
         if way.startswith("fsdp"):
             _check_refusals(net, optimizer)
-        found.append((averages(optimizer), losses))
-    return found
+        trained.append((averages(optimizer), losses))
+    return trained
 
 
 def _check_refusals(net: Any, optimizer: Engine) -> None:
-    wordless, partial = optimizer.averaged(), optimizer.averaged(net.up)
-    with pytest.raises(ValueError, match=r"6 parameters .*: write averaged\(model\)"), wordless:
+    without_model, partial = optimizer.averaged(), optimizer.averaged(net.up)
+    with pytest.raises(ValueError, match=r"6 parameters .*write averaged\(model\)"), without_model:
         pass
     with pytest.raises(ValueError, match=r"a Linear that lacks \d of the 6 parameters"), partial:
         pass
@@ -198,51 +203,51 @@ def _check_refusals(net: Any, optimizer: Engine) -> None:
 
 
 @pytest.mark.parametrize(("world", "ways"), [(2, ("ddp", "fsdp")), (4, ("fsdp x tp",))])
-def test_ranks_average_as_one_process_does(world: int, ways: tuple[str, ...]) -> None:
-    [(wanted, losses)] = trained(("alone",))
-    for rank in results(world, trained, ways):
-        for found, own in rank:
-            assert_same(found, wanted)
-            assert own == pytest.approx(losses, rel=1e-9)
+def test_averages_on_ranks_match_a_single_process(world: int, ways: tuple[str, ...]) -> None:
+    [(expected, losses)] = outcomes(("alone",))
+    for rank in results(world, outcomes, ways):
+        for rank_averages, rank_losses in rank:
+            assert_same(rank_averages, expected)
+            assert rank_losses == pytest.approx(losses, rel=1e-9)
     assert len(set(losses)) == 5
 
 
-def saved(way: str, folder: str) -> Outcome:
-    net, model, optimizer = built(way)
-    go_on(net, model, optimizer, range(3))
+def train_and_save(way: str, folder: str) -> Outcome:
+    net, model, optimizer = build(way)
+    train_on(net, model, optimizer, range(3))
     states = dict(zip(("model", "optimizer"), get_state_dict(net, optimizer), strict=True))
     dcp.save(states, checkpoint_id=folder)
-    losses = go_on(net, model, optimizer, range(3, 5))
+    losses = train_on(net, model, optimizer, range(3, 5))
     return averages(optimizer), losses
 
 
-def loaded(way: str, folder: str) -> Outcome:
-    net, model, optimizer = built(way)
+def load_and_train(way: str, folder: str) -> Outcome:
+    net, model, optimizer = build(way)
     weights, state = get_state_dict(net, optimizer)
     states = {"model": weights, "optimizer": state}
     dcp.load(states, checkpoint_id=folder)
     set_state_dict(net, optimizer, model_state_dict=weights, optim_state_dict=state)
-    losses = go_on(net, model, optimizer, range(3, 5))
+    losses = train_on(net, model, optimizer, range(3, 5))
     return averages(optimizer), losses
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process loads alone
-def test_a_checkpoint_without_averages(tmp_path: Path) -> None:
-    """torch wants every key; and where it is told not to, the averages begin with the next step,
-    not with the initial weights that stood there when the keys were made."""
+def test_averages_start_anew_from_a_checkpoint_without_them(tmp_path: Path) -> None:
+    """torch requires every key. With a partial load, the averages start with the next step, not
+    with the initial weights that they held when the keys were created."""
     model, optimizer = make(None)
     train(model, optimizer, range(6))
     states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    for group in states["optimizer"]["param_groups"]:  # as before there were any
+    for group in states["optimizer"]["param_groups"]:  # as saved by versions without averages
         del group["average"], group["averaged"]
     dcp.save(states, checkpoint_id=tmp_path)
     other, fresh = make(WINDOW)
     weights, state = get_state_dict(other, fresh)
-    found = {"model": weights, "optimizer": state}
+    targets = {"model": weights, "optimizer": state}
     with pytest.raises(dcp.api.CheckpointException, match="Missing key"):
-        dcp.load(found, checkpoint_id=tmp_path)
+        dcp.load(targets, checkpoint_id=tmp_path)
     planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
-    dcp.load(found, checkpoint_id=tmp_path, planner=planner)
+    dcp.load(targets, checkpoint_id=tmp_path, planner=planner)
     set_state_dict(other, fresh, model_state_dict=weights, optim_state_dict=state)
     assert fresh.param_groups[0]["step"] == 6
     with pytest.raises(RuntimeError, match="begin with the next step"), fresh.averaged():
@@ -252,8 +257,8 @@ def test_a_checkpoint_without_averages(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process loads alone
-def test_saved_on_two_ranks_and_loaded_by_one(tmp_path: Path) -> None:
-    [(wanted, losses), _] = results(2, saved, "fsdp", str(tmp_path))
-    found, own = loaded("alone", str(tmp_path))
-    assert_same(found, wanted)
-    assert own == pytest.approx(losses, rel=1e-9)
+def test_a_checkpoint_of_two_ranks_loads_in_one_process(tmp_path: Path) -> None:
+    [(expected, losses), _] = results(2, train_and_save, "fsdp", str(tmp_path))
+    loaded, loaded_losses = load_and_train("alone", str(tmp_path))
+    assert_same(loaded, expected)
+    assert loaded_losses == pytest.approx(losses, rel=1e-9)

@@ -1,4 +1,4 @@
-"""capturable=True: the same numbers with lr, clock and counters as tensors, and what is refused."""
+"""capturable=True: the same weights with lr, clocks and counters as tensors; refusals."""
 
 import copy
 
@@ -14,7 +14,7 @@ STEPS = 6
 
 
 def make(kind: type[Engine], capturable: bool) -> tuple[list[nn.Parameter], Engine]:
-    """Two matrices, one of them in 16 bits, and a vector for AdamW."""
+    """Return two matrices, one of them in 16 bits, a vector for AdamW, and their optimizer."""
     params = [parameter(24, 40, dtype=torch.float32), nn.Parameter(torch.ones(40))]
     params.append(nn.Parameter(parameter(24, 40, seed=1).detach().bfloat16()))
     groups = [
@@ -35,8 +35,8 @@ def train(params: list[nn.Parameter], opt: Engine, start: int = 0, steps: int = 
 
 
 @pytest.mark.parametrize("kind", FAMILY)
-def test_the_same_numbers(kind: type[Engine]) -> None:
-    """To float32's last bits: lr is one now, and kappa is computed in it."""
+def test_capturable_steps_match_plain_ones(kind: type[Engine]) -> None:
+    """Up to float32 rounding, in which lr is stored and kappa computed."""
     (plain, opt), (params, other) = make(kind, False), make(kind, True)
     train(plain, opt)
     train(params, other)
@@ -44,12 +44,12 @@ def test_the_same_numbers(kind: type[Engine]) -> None:
         assert isinstance(group["lr"], Tensor)
         assert int(group["step"]) == STEPS
     for p, q in zip(plain, params, strict=True):
-        tolerance = 1e-6 if p.dtype == torch.float32 else 1e-2  # now and then the other neighbour
+        tolerance = 1e-6 if p.dtype == torch.float32 else 1e-2  # a few are rounded the other way
         torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance / 10)
 
 
-def test_a_scheduler_and_kappa_act_on_the_same_tensors() -> None:
-    """What a recorded step reads must be written into, never replaced."""
+def test_lr_and_step_remain_the_same_tensors() -> None:
+    """A recorded step reads these tensors, so they must be updated in place."""
     params, opt = make(AngularMuown, True)
     opt.param_groups[0].update(decay_scale=1.0)
     lr, clock = opt.param_groups[0]["lr"], opt.param_groups[0]["step"]
@@ -61,27 +61,26 @@ def test_a_scheduler_and_kappa_act_on_the_same_tensors() -> None:
     assert opt.angle(opt.param_groups[0]) > 0
 
 
-@pytest.mark.parametrize("there", [False, True])
-@pytest.mark.parametrize("here", [False, True])
-def test_state_goes_from_one_to_the_other(here: bool, there: bool) -> None:
-    params, opt = make(AngularMuown, here)
+@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize("saved", [False, True])
+def test_state_dicts_load_with_and_without_capturable(saved: bool, loaded: bool) -> None:
+    params, opt = make(AngularMuown, saved)
     train(params, opt)
-    others, other = make(AngularMuown, there)
+    others, other = make(AngularMuown, loaded)
     for p, q in zip(params, others, strict=True):
         q.data.copy_(p.data)
-    saved = copy.deepcopy(opt.state_dict())
-    other.load_state_dict(saved)
-    assert all(isinstance(g["lr"], Tensor) == there for g in other.param_groups)
-    assert all(isinstance(g["step"], Tensor) == there for g in other.param_groups)
+    other.load_state_dict(copy.deepcopy(opt.state_dict()))
+    assert all(isinstance(g["lr"], Tensor) == loaded for g in other.param_groups)
+    assert all(isinstance(g["step"], Tensor) == loaded for g in other.param_groups)
     train(params, opt, STEPS)
     train(others, other, STEPS)
     for p, q in zip(params, others, strict=True):
         tolerance = 1e-6 if p.dtype == torch.float32 else 1e-2
         torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance / 10)
-        assert here != there or torch.equal(p, q)
+        assert saved != loaded or torch.equal(p, q)
 
 
-def test_groups_saved_before_these_keys_existed() -> None:
+def test_groups_without_these_keys_still_load() -> None:
     params, opt = make(AngularMuown, False)
     train(params, opt)
     saved = opt.state_dict()
@@ -91,7 +90,7 @@ def test_groups_saved_before_these_keys_existed() -> None:
     train(params, opt, STEPS)
 
 
-def test_what_cannot_be_recorded_is_refused_by_name() -> None:
+def test_errors_name_what_cannot_be_recorded() -> None:
     _, plain = make(AngularMuown, False)
     with pytest.raises(RuntimeError, match=r"group 0 has capturable=False.*capturable=True"):
         cuda_graph.check(plain.param_groups, plain.state)
@@ -119,23 +118,23 @@ def test_the_monitor_reads_kappa() -> None:
 @pytest.mark.parametrize(
     ("key", "value"), [("capturable", 1), ("workspace", 0), ("workspace", "a")]
 )
-def test_values_are_checked(key: str, value: object) -> None:
+def test_invalid_values_are_refused(key: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"{key}={value!r} is not valid"):
         AngularMuown([parameter(4, 4)], **{key: value})
 
 
-def test_every_group_has_its_own_rate() -> None:
-    """One tensor for several groups would be scaled by the last one's schedule."""
+def test_every_group_has_its_own_learning_rate() -> None:
+    """A tensor shared by several groups would be scaled by the last group's schedule."""
     params, _ = make(AngularMuown, False)
-    given = torch.tensor(0.02)
+    shared = torch.tensor(0.02)
     groups = [{"params": params[:1]}, {"params": params[2:]}]
-    opt = AngularMuown(groups, lr=given, capturable=True)
+    opt = AngularMuown(groups, lr=shared, capturable=True)
     torch.optim.lr_scheduler.LambdaLR(opt, [lambda t: 1.0, lambda t: 0.1])
     assert [float(group["lr"]) for group in opt.param_groups] == pytest.approx([0.02, 0.002])
-    assert float(given) == pytest.approx(0.02)
+    assert float(shared) == pytest.approx(0.02)
 
 
-def test_a_rate_that_was_replaced_is_refused() -> None:
+def test_a_replaced_learning_rate_is_refused() -> None:
     params, opt = make(AngularMuown, True)
     train(params, opt, steps=1)
     for p in params:

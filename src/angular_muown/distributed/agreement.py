@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from angular_muown.cuda_graph import OWN
+from angular_muown.cuda_graph import PROCESS_KEYS
 from angular_muown.distributed.collectives import all_gather
 from angular_muown.distributed.exchange import SharedParameter
 from angular_muown.distributed.mesh import RankGroup, is_sharded, local
@@ -29,7 +29,8 @@ HOW = (
 )
 
 
-SETTINGS = tuple(key for key in RULES if key not in (*OWN, "averaged"))  # equal on all ranks
+# equal on all ranks
+SETTINGS = tuple(key for key in RULES if key not in (*PROCESS_KEYS, "averaged"))
 
 
 class Report(NamedTuple):

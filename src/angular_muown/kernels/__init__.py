@@ -1,14 +1,14 @@
-"""The step on a GPU: what `update.update` computes, in few launches, on parameters where they lie.
+"""The step on a GPU: what `update.update` computes, in few launches, on the parameters in place.
 
-before -> norms -> products -> norms -> after, chunk by chunk through a bounded buffer:
+before -> norms -> products -> norms -> after, chunk by chunk through a bounded work buffer:
 
-    coverage     what the kernels can do; the rest takes the eager path
+    coverage     what the kernels support; the rest takes the eager path
     fused        the fused step of a group, its scalars, and all groups of an optimizer
-    launch       launches for some matrices of one kind, their streams, their share of memory
-    pointers     tables of addresses, and their way to the device; columns: what is where in them
-    polar_chain  which products make a polar factor, what they cost, where their results lie
+    launch       kernel launches for a chunk of matrices, their streams and their memory
+    pointers     tables of addresses, and their transfer to the device; columns: the tables' fields
+    polar_chain  the products that make a polar factor, their cost, and where results are stored
     products     the matrix products
     triton       the kernels: rows, matmul
 
-Triton is imported at the first use only.
+Triton is imported on first use only.
 """

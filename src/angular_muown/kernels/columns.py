@@ -1,20 +1,20 @@
-"""What the host and the kernels agree on: columns of tables, and numbers for choices. No Triton."""
+"""Constants shared by the host and the kernels: table fields and codes for choices. No Triton."""
 
-# A matrix's line of addresses and strides (int64). Twelve, so that every line is aligned.
+# A matrix's entry in the table: addresses and strides (int64). Twelve keep every entry aligned.
 WEIGHT, GRADIENT, MOMENTUM, ROW_STRIDE = 0, 1, 2, 3
 STORED_NORM, SECOND_MOMENT, EXP_AVG, EXP_AVG_SQ, STATE_STRIDE = 4, 5, 6, 7, 8
-LINE = 12
+ENTRY = 12
 ADDRESSES = [WEIGHT, GRADIENT, MOMENTUM, STORED_NORM, SECOND_MOMENT, EXP_AVG, EXP_AVG_SQ]
 ROW_STATE = ("stored_norm", "row_second_moment", "exp_avg", "exp_avg_sq")  # in this order
 
-# A step's scalars for one kind of matrix (float32; SEED holds the bits of a word).
+# A step's scalars for one kind of matrix (float32; SEED holds the bits of a 32-bit integer).
 BETA, STEP, RADIUS_LR, DECAY, BETA1, BETA2, EPS, ROW_BETA, SEED = range(9)
-NUMBERS = 12
+SCALARS = 12
 
-# Row vectors between the kernels, each (count, m).
+# Row vectors that kernels pass to each other, each (count, m).
 EXPONENT, SQUARES, RADIAL, FACTOR = range(4)
 STATS = 4
-CHORD = EXPONENT  # of an observed step; the exponents are used up by then
+CHORD = EXPONENT  # in an observed step, which no longer needs the exponents by then
 
 FLAT, OBLIQUE, WEIGHT_NORM = range(3)
 FIXED, ADAM, LOG_ADAM = range(3)

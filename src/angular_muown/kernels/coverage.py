@@ -1,8 +1,9 @@
 """What the kernels cover; everything else takes the eager path of `update.update`.
 
-Covered are dense float32, bfloat16 and float16 parameters on an NVIDIA GPU with Triton, whose
-matrices lie in rows and have sides that are multiples of 16, the short one at least 128, with
-stages that the kernels know. Nobody chooses: the two paths compute the same function.
+They cover dense float32, bfloat16 and float16 parameters on an NVIDIA GPU with Triton. Matrices
+must be row-major, with sides that are multiples of 16 and a short side of at least 128, and every
+stage must be one that the kernels implement. The choice is automatic: both paths compute the same
+function.
 """
 
 from functools import cache
@@ -23,7 +24,7 @@ from angular_muown.stages.radius import Adam, Fixed, LogAdam
 from angular_muown.stages.tangent import Free
 from angular_muown.update import Recipe
 
-SIDE = 16  # sides are multiples of it: loads 16 bytes wide
+SIDE = 16  # sides, offsets and addresses are multiples of it, for loads 16 bytes wide
 LONGEST_ROW = 16384  # a program holds whole rows in registers
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -37,13 +38,17 @@ RADII: dict[type, int] = {Fixed: columns.FIXED, Adam: columns.ADAM, LogAdam: col
 
 @cache
 def runs_on(device: torch.device) -> bool:
+    """True if the kernels can run on this device."""
     if device.type != "cuda" or torch.version.hip or find_spec("triton") is None:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def knows(recipe: Recipe) -> bool:
-    """Exact types: a stage of the user's own, or a subclass, is not what the kernels compute."""
+    """True if the kernels implement every stage of the recipe.
+
+    Types must match exactly: a subclass or a user's own stage may compute something else.
+    """
     return (
         type(recipe.chart) in CHARTS
         and type(recipe.radius) in RADII
@@ -54,13 +59,13 @@ def knows(recipe: Recipe) -> bool:
 
 
 def _is_covered(polar: Orthogonalizer) -> bool:
-    # The kernels complete the square of every step, so its quadratic term must not vanish.
+    # The kernels complete the square of every iteration step, which divides by c.
     return type(polar) is Iteration and all(c != 0 for _, _, c in polar.coefficients)
 
 
 @cache
 def fits(shape: torch.Size, layout: Layout) -> bool:
-    """Whether all matrices of such a parameter have rows that the kernels can read."""
+    """True if the kernels can read all matrices of a parameter with this shape and layout."""
     pieces = layout.cut(torch.empty(shape, device="meta"))
     return all(
         piece.stride(-1) == 1
@@ -70,13 +75,13 @@ def fits(shape: torch.Size, layout: Layout) -> bool:
         and piece.shape[-2] % SIDE == 0
         and min(piece.shape[-2:]) >= TILE
         and piece.shape[-1] <= LONGEST_ROW
-        and piece.shape[-1] * piece.shape[-2] < 2**31  # places inside a matrix are 32-bit numbers
+        and piece.shape[-1] * piece.shape[-2] < 2**31  # the kernels index a matrix with 32 bits
         for piece in pieces
     )
 
 
 def covers(p: Tensor, state: State, layout: Layout) -> bool:
-    """Whether a parameter with a gradient and state can be stepped where it lies."""
+    """True if the kernels can update this parameter in place, with its gradient and state."""
     grad = p.grad
     return (
         runs_on(p.device)
@@ -91,6 +96,7 @@ def covers(p: Tensor, state: State, layout: Layout) -> bool:
 
 
 def is_plain(t: Tensor, device: torch.device, *dtypes: torch.dtype) -> bool:
+    """True for an aligned, contiguous tensor on `device` in one of `dtypes` (default: FLOATS)."""
     return (
         type(t) in (Tensor, torch.nn.Parameter)
         and t.device == device

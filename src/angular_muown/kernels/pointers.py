@@ -1,4 +1,4 @@
-"""Where matrices lie, as lines of addresses, and how these and scalars get to the device."""
+"""Tables of the matrices' addresses, and the transfer of tables and scalars to the device."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from angular_muown.kernels.columns import (
     ADDRESSES,
-    LINE,
+    ENTRY,
     ROW_STATE,
     ROW_STRIDE,
     STATE_STRIDE,
@@ -20,29 +20,29 @@ from angular_muown.params.layout import Layout
 from angular_muown.stages.context import State
 
 
-class Where(NamedTuple):
-    """Addresses, each a list over the parameters, and what could differ at the same ones."""
+class Addresses(NamedTuple):
+    """Addresses per parameter, and the gradients' properties that an address does not show."""
 
     weights: list[int]
     gradients: list[int]
     momenta: list[int]
     counters: list[int]
-    state: list[list[int]]  # for each of ROW_STATE; empty for what is not kept
+    state: list[list[int]]  # for each of ROW_STATE; empty if the method does not keep it
     dtypes: list[torch.dtype]  # of gradients
     dense: list[bool]
 
     @property
-    def own(self) -> tuple[Any, ...]:
-        """All but the gradients, which may come at new places."""
+    def persistent(self) -> tuple[list[int], list[int], list[int], list[list[int]]]:
+        """All addresses but the gradients', which may change at every step."""
         return self.weights, self.momenta, self.counters, self.state
 
 
-def where(params: Sequence[Tensor], states: Sequence[State]) -> Where:
-    """Looked up at every step: hence `map`, which costs the host least."""
+def addresses_of(params: Sequence[Tensor], states: Sequence[State]) -> Addresses:
+    """Return the current addresses. Called at every step; `map` costs the host least."""
     grads: list[Any] = [p.grad for p in params]
-    kept = [name for name in ROW_STATE if name in states[0]]
-    vectors = {name: [state[name] for state in states] for name in kept}
-    return Where(
+    names = [name for name in ROW_STATE if name in states[0]]
+    vectors = {name: [state[name] for state in states] for name in names}
+    return Addresses(
         list(map(Tensor.data_ptr, params)),
         list(map(Tensor.data_ptr, grads)),
         list(map(Tensor.data_ptr, [state["momentum_buffer"] for state in states])),
@@ -65,8 +65,8 @@ class MatrixOffsets(NamedTuple):
 
 
 @cache
-def pieces(shape: torch.Size, layout: Layout) -> tuple[MatrixOffsets, ...]:
-    """The layout's own cut, read off tensors without data."""
+def matrix_offsets(shape: torch.Size, layout: Layout) -> tuple[MatrixOffsets, ...]:
+    """Return the offsets of a parameter's matrices, by applying the layout to meta tensors."""
     weight = torch.empty(shape, device="meta")
     state = torch.empty(layout.vector_shape(weight), device="meta")
 
@@ -79,80 +79,88 @@ def pieces(shape: torch.Size, layout: Layout) -> tuple[MatrixOffsets, ...]:
     )
 
 
-Kind = tuple[int, int, torch.dtype, torch.dtype, torch.dtype]  # m, n and the dtypes of W, G, M
+MatrixKind = tuple[int, int, torch.dtype, torch.dtype, torch.dtype]  # m, n, dtypes of W, G, M
 
 
 @dataclass
 class Table:
-    """Lines for all matrices of some parameters, those of one kind next to each other."""
+    """One entry per matrix of the parameters; matrices of one kind are adjacent."""
 
-    kinds: dict[Kind, int]  # -> number of matrices, in the table's order
-    owner: Tensor  # (matrices,) which parameter a matrix belongs to
-    fixed: Tensor  # (matrices, LINE): byte offsets and strides
+    kinds: dict[MatrixKind, int]  # -> number of matrices, in the table's order
+    owner: Tensor  # (matrices,) index of the parameter that a matrix belongs to
+    relative: Tensor  # (matrices, ENTRY): byte offsets within tensors, and strides
 
-    def lines(self, at: Where) -> Tensor:
-        """With the addresses now: of W, G, M, and of the row state, 0 for what is not kept."""
-        state = [addresses or [0] * len(at.weights) for addresses in at.state]
-        columns = [at.weights, at.gradients, at.momenta, *state]
-        addresses = torch.tensor(columns, dtype=torch.int64, device="cpu").mT
-        lines = self.fixed.clone()
-        lines[:, ADDRESSES] += addresses[self.owner]
-        return lines
+    def resolve(self, addresses: Addresses) -> Tensor:
+        """Return the entries with absolute addresses of W, G, M and row state.
+
+        Row state that the method does not keep gets an address that no kernel reads.
+        """
+        state = [vector or [0] * len(addresses.weights) for vector in addresses.state]
+        columns = [addresses.weights, addresses.gradients, addresses.momenta, *state]
+        bases = torch.tensor(columns, dtype=torch.int64, device="cpu").mT
+        entries = self.relative.clone()
+        entries[:, ADDRESSES] += bases[self.owner]
+        return entries
 
 
 def dtypes_of(p: Tensor, state: State) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    """Return the dtypes of weight, gradient and momentum."""
     assert p.grad is not None
     return p.dtype, p.grad.dtype, state["momentum_buffer"].dtype
 
 
-def table(params: Sequence[Tensor], states: Sequence[State], layout: Layout) -> Table:
-    lines: dict[Kind, list[tuple[list[int], int]]] = defaultdict(list)
+def build_table(params: Sequence[Tensor], states: Sequence[State], layout: Layout) -> Table:
+    """Build the table of all matrices of the parameters."""
+    by_kind: dict[MatrixKind, list[tuple[list[int], int]]] = defaultdict(list)
     for index, (p, state) in enumerate(zip(params, states, strict=True)):
         dtypes = dtypes_of(p, state)
         sizes = [dtype.itemsize for dtype in dtypes]
-        for piece in pieces(p.shape, layout):
-            for at, at_state in zip(piece.offsets, piece.state_offsets, strict=True):
-                line = [0] * LINE
-                offsets = [at * size for size in sizes] + [at_state * 4] * len(ROW_STATE)
+        for piece in matrix_offsets(p.shape, layout):
+            for start, state_start in zip(piece.offsets, piece.state_offsets, strict=True):
+                entry = [0] * ENTRY
+                offsets = [start * size for size in sizes] + [state_start * 4] * len(ROW_STATE)
                 for column, offset in zip(ADDRESSES, offsets, strict=True):
-                    line[column] = offset
-                line[ROW_STRIDE], line[STATE_STRIDE] = piece.stride, piece.state_stride
-                lines[piece.m, piece.n, *dtypes].append((line, index))
-    flat = [line for kind in lines.values() for line in kind]
+                    entry[column] = offset
+                entry[ROW_STRIDE], entry[STATE_STRIDE] = piece.stride, piece.state_stride
+                by_kind[piece.m, piece.n, *dtypes].append((entry, index))
+    flat = [pair for pairs in by_kind.values() for pair in pairs]
     # on the host, whatever the default device is
-    fixed, owner = (
+    relative, owner = (
         torch.tensor(part, dtype=torch.int64, device="cpu") for part in zip(*flat, strict=True)
     )
-    return Table({kind: len(own) for kind, own in lines.items()}, owner, fixed)
+    return Table({kind: len(pairs) for kind, pairs in by_kind.items()}, owner, relative)
 
 
-# Small tensors from the host to their place on the device, without waiting for it.
+# Asynchronous copies of small tensors from the host to a fixed tensor on the device.
 
-PLACES = 32  # letters on their way; the host waits when it is that many steps ahead
+SLOTS = 32  # copies in flight; the host waits if it is further ahead
 
 
 class PinnedRing:
-    """The device reads pinned memory by itself while the host goes on. It is pinned once: pinned
-    for every step, it would be new memory each time while the device is some steps behind, and to
-    pin it is a call to the driver."""
+    """A ring of pinned buffers from which the device copies while the host continues.
 
-    def __init__(self, to: Tensor) -> None:
-        self.to, self.sent = to, 0
-        self.places: list[Tensor] = []
-        self.read: list[torch.cuda.Event] = []
+    The buffers are pinned once, because pinning memory is a driver call. Pinning at every step
+    would need new memory each time that the device lags behind.
+    """
+
+    def __init__(self, target: Tensor) -> None:
+        self.target, self.sent = target, 0
+        self.slots: list[Tensor] = []
+        self.copied: list[torch.cuda.Event] = []
 
     def send(self, values: Tensor) -> None:
-        if self.to.device.type != "cuda":
-            self.to.copy_(values)
+        """Copy `values` to the target, in the order of the current stream."""
+        if self.target.device.type != "cuda":
+            self.target.copy_(values)
             return
-        if not self.places:
-            shape, kind = (PLACES, *self.to.shape), self.to.dtype
-            pinned = torch.empty(shape, dtype=kind, device="cpu", pin_memory=True)
-            self.places = list(pinned.unbind())
-            self.read = [torch.cuda.Event() for _ in range(PLACES)]
-        place, read = self.places[self.sent % PLACES], self.read[self.sent % PLACES]
-        read.synchronize()  # returns at once for one that was never recorded
-        place.copy_(values)
-        self.to.copy_(place, non_blocking=True)
-        read.record(torch.cuda.current_stream(self.to.device))
+        if not self.slots:
+            shape, dtype = (SLOTS, *self.target.shape), self.target.dtype
+            pinned = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True)
+            self.slots = list(pinned.unbind())
+            self.copied = [torch.cuda.Event() for _ in range(SLOTS)]
+        slot, copied = self.slots[self.sent % SLOTS], self.copied[self.sent % SLOTS]
+        copied.synchronize()  # returns at once if the event was never recorded
+        slot.copy_(values)
+        self.target.copy_(slot, non_blocking=True)
+        copied.record(torch.cuda.current_stream(self.target.device))
         self.sent += 1

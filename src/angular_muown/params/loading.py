@@ -195,7 +195,7 @@ def _complete(optimizer: Loads, index: int, saved: Values) -> SavedGroup:
     for key in CLOCKS:
         if isinstance(group[key], Tensor):
             group[key] = _integer(group[key], group[key])
-    group = cuda_graph.adapted(group, own)
+    group = cuda_graph.adapt_saved(group, own)
     try:
         check_values(group)
         check_foreach({**group, "params": own["params"]})

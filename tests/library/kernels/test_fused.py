@@ -1,4 +1,4 @@
-"""The fused step against the eager one: the same function; on a GPU, or in Triton's interpreter."""
+"""The fused step computes what the eager one does, on a GPU or in Triton's interpreter."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -29,8 +29,10 @@ Disturb = Callable[[int, list[nn.Parameter], Engine], None]
 
 @contextmanager
 def kernels(on: bool) -> Iterator[None]:
-    """By kernels or not; where there is a GPU, on it. The eager path, to compare with, in float32
-    there too."""
+    """Switch the kernels on or off; use a GPU if there is one.
+
+    The eager path iterates in float32 on the GPU as well.
+    """
     gpu = torch.cuda.is_available()
     with pytest.MonkeyPatch.context() as patch, torch.device("cuda" if gpu else "cpu"):
         for module in (coverage, engine):
@@ -41,7 +43,7 @@ def kernels(on: bool) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The interpreter pays per program: larger ones, still several per matrix."""
+    """Run fewer, larger programs in the interpreter; still several per matrix."""
     if not torch.cuda.is_available():
         monkeypatch.setattr(launch, "ROW_ELEMENTS", 16384)
     with kernels(True):
@@ -49,7 +51,7 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def weights(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[nn.Parameter]:
-    """Values that float32 holds; the first weight has a row at zero."""
+    """Return weights that float32 represents exactly; the first one has a zero row."""
     params = [parameter(*s, seed=i, dtype=torch.float32) for i, s in enumerate(shapes)]
     params[0].data.flatten(0, -2)[3] = 0.0
     return [nn.Parameter(p.detach().to(dtype)) for p in params]
@@ -76,8 +78,8 @@ def assert_fused(opt: Engine) -> None:
         assert not rest
 
 
-def far(got: Tensor, wanted: Tensor) -> float:
-    return ((got.double() - wanted.double()).norm() / wanted.double().norm()).item()
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
 def compare(
@@ -87,31 +89,30 @@ def compare(
     disturb: Disturb = lambda t, params, opt: None,
     steps: int = 3,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Kernels on float32 weights against float64, which they do not cover; returns W's before and
-    after."""
+    """Compare the kernels in float32 with the eager path in float64; return W before and after."""
     ends: list[tuple[list[nn.Parameter], Engine]] = []
     for dtype in (torch.float32, torch.float64):
         params = weights(shapes, dtype)
         opt = optimizer([{"params": params, **values}])
         advance(opt, params, steps, disturb=disturb)
         ends.append((params, opt))
-    (params, opt), (wanted, reference) = ends
+    (params, opt), (expected, reference) = ends
     assert_fused(opt)
     start = [p.detach() for p in weights(shapes, torch.float64)]
-    for p, q, W in zip(params, wanted, start, strict=True):
-        assert far(p.detach() - W, q.detach() - W) < 5e-3
+    for p, q, W in zip(params, expected, start, strict=True):
+        assert relative_error(p.detach() - W, q.detach() - W) < 5e-3
         assert opt.state[p].keys() == reference.state[q].keys()
         for key, value in reference.state[q].items():
-            assert far(opt.state[p][key], value) < 2e-3, key
+            assert relative_error(opt.state[p][key], value) < 2e-3, key
     return start, [p.detach() for p in params]
 
 
-class OwnNumbers(AngularMuown):
-    """A user's member: what its recipe says holds, whatever the group says."""
+class CustomScalars(AngularMuown):
+    """A user's member whose recipe overrides the group's values."""
 
     def recipe(self, group: dict[str, Any]) -> Recipe:
-        own = super().recipe({**group, "betas": (0.5, 0.7), "eps": 1e-3})
-        return replace(own, normalize=RowSecondMoment(0.6))
+        recipe = super().recipe({**group, "betas": (0.5, 0.7), "eps": 1e-3})
+        return replace(recipe, normalize=RowSecondMoment(0.6))
 
 
 CASES: list[tuple[Member, dict[str, Any]]] = [
@@ -129,14 +130,14 @@ CASES: list[tuple[Member, dict[str, Any]]] = [
     (Muon, {"weight_decay": 2.0}),
     (Muon, {"maximize": True, "nesterov": False, "momentum": 0.6}),
     (NorMuon, {"weight_decay": 2.0, "row_beta": 0.6}),
-    (OwnNumbers, {}),
+    (CustomScalars, {}),
 ]
 
 
 @pytest.mark.parametrize(("optimizer", "values"), CASES)
-def test_a_fused_step_is_the_float64_step(optimizer: Member, values: dict[str, Any]) -> None:
+def test_fused_steps_match_float64(optimizer: Member, values: dict[str, Any]) -> None:
     def zero_a_row(t: int, params: list[nn.Parameter], opt: Engine) -> None:
-        if t == 1:  # now its first moment has a past, which it must forget
+        if t == 1:  # its nonzero first moment must be discarded
             params[1].data[5] = 0.0
 
     before, after = compare(optimizer, values, [*SHAPES], zero_a_row)
@@ -156,7 +157,7 @@ def test_a_fused_step_is_the_float64_step(optimizer: Member, values: dict[str, A
         ((2, 128, 144), {"view": "stack"}),
     ],
 )
-def test_every_layout_and_shape_is_the_float64_step(
+def test_every_layout_and_shape_matches_float64(
     shape: tuple[int, ...], values: dict[str, Any]
 ) -> None:
     """NorMuown keeps all four row vectors."""
@@ -165,8 +166,8 @@ def test_every_layout_and_shape_is_the_float64_step(
 
 @pytest.mark.parametrize("size", [1e-30, 4e18, 1e30])
 @pytest.mark.parametrize("member", [AngularMuown, Muown])
-def test_weights_of_any_size_are_stepped_as_on_the_eager_path(member: Member, size: float) -> None:
-    """Squares of such weights leave the range of float32."""
+def test_weights_of_any_magnitude_match_the_eager_path(member: Member, size: float) -> None:
+    """The squares of these weights are outside the range of float32."""
     ends: list[Tensor] = []
     for on in (True, False):
         p = nn.Parameter(size * parameter(128, 144, dtype=torch.float32).detach())
@@ -176,10 +177,10 @@ def test_weights_of_any_size_are_stepped_as_on_the_eager_path(member: Member, si
             opt.step()
         ends.append(p.detach())
     assert ends[0].isfinite().all()
-    assert far(ends[0], ends[1]) < 5e-3  # as above: products in float16
+    assert relative_error(ends[0], ends[1]) < 5e-3  # as above: products in float16
 
 
-def test_parameters_of_different_age() -> None:
+def test_parameters_may_have_taken_different_numbers_of_steps() -> None:
     def skip(t: int, params: list[nn.Parameter], opt: Engine) -> None:
         if t == 1:
             params[1].grad = None
@@ -187,7 +188,7 @@ def test_parameters_of_different_age() -> None:
     compare(AngularMuown, {"lr": 0.05}, [(128, 128)] * 2, skip)
 
 
-def test_what_the_kernels_do_not_cover_is_stepped_beside_them() -> None:
+def test_uncovered_parameters_take_the_eager_path() -> None:
     def make() -> list[nn.Parameter]:
         transposed = nn.Parameter(parameter(160, 128, dtype=torch.float32).detach().mT)
         params = weights([*SHAPES, (128, 130), (128, 128)], torch.float32)
@@ -205,11 +206,11 @@ def test_what_the_kernels_do_not_cover_is_stepped_beside_them() -> None:
             assert [any(p is q for q in rest) for p in params] == [0, 0, 1, 0, 1, 1]
         ends.append(params)
     for p, q, W in zip(*ends, make(), strict=True):
-        assert far(p.detach() - W.detach(), q.detach() - W.detach()) < 5e-3
+        assert relative_error(p.detach() - W.detach(), q.detach() - W.detach()) < 5e-3
 
 
 def moved(old: Tensor) -> Tensor:
-    """A copy at another place; whoever still reads the old one gets NaN."""
+    """Return a copy at another address, and overwrite the original with NaN."""
     new = old.detach().clone()
     old.detach().fill_(float("nan"))
     return new
@@ -237,19 +238,19 @@ def interrupt(kind: str, p: nn.Parameter, opt: Engine) -> tuple[nn.Parameter, En
 STATE = ["step", "momentum_buffer", "exp_avg", "exp_avg_sq", "stored_norm", "row_second_moment"]
 
 
-def test_what_moves_between_steps_is_found() -> None:
-    """Bit for bit the run whose gradients, weight and state stay where they are."""
+def test_tensors_may_move_between_steps() -> None:
+    """The weights equal those of a run in which no tensor moves, bit for bit."""
     ends: list[Tensor] = []
     for kind in ("", "gradient", "weight", *STATE, "load", "deepcopy"):
         (p,) = weights([(128, 128)], torch.float32)
         opt: Engine = NorMuown([p])
-        place = torch.empty_like(p)
+        gradient = torch.empty_like(p)
         for t in range(3):
             if t and kind == "gradient":
-                place = moved(place)
+                gradient = moved(gradient)
             elif t and kind:
                 p, opt = interrupt(kind, p, opt)
-            p.grad = place.copy_(noise(128, 128, seed=t))
+            p.grad = gradient.copy_(noise(128, 128, seed=t))
             opt.step()
             assert_fused(opt)
         ends.append(p.detach())
@@ -262,7 +263,7 @@ CHOICES = [("weight_decay", 5.0), ("nesterov", False), ("maximize", True), ("rad
 
 
 @pytest.mark.parametrize(("key", "value"), CHANGES + CHOICES)
-def test_a_value_changed_between_steps_takes_effect(key: str, value: Any) -> None:
+def test_values_changed_between_steps_take_effect(key: str, value: Any) -> None:
     def change(t: int, params: list[nn.Parameter], opt: Engine) -> None:
         if t == 1:
             opt.param_groups[0][key] = value
@@ -270,11 +271,11 @@ def test_a_value_changed_between_steps_takes_effect(key: str, value: Any) -> Non
     _, (changed,) = compare(AngularMuown, {}, [(128, 128)], change, steps=2)
     (p,) = weights([(128, 128)], torch.float64)
     advance(AngularMuown([p]), [p], 2)
-    assert far(changed, p.detach()) > 5e-3
+    assert relative_error(changed, p.detach()) > 5e-3
 
 
-def test_the_default_device_does_not_matter() -> None:
-    """Tables and scalars are made on the host, whatever torch.set_default_device says."""
+def test_the_default_device_is_ignored() -> None:
+    """Tables and scalars are created on the host, whatever torch.set_default_device chose."""
     ends = []
     for device in ("cpu", "meta"):
         params = weights([*SHAPES], torch.float32)

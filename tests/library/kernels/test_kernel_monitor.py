@@ -1,5 +1,4 @@
-"""The monitor beside the kernels: it changes nothing, copies nothing, and sees what it sees of the
-eager path."""
+"""The monitor and the kernels: no effect on the weights, no copies, the eager path's values."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,13 +17,13 @@ from tests.library.kernels.test_fused import Member, advance, assert_fused, kern
 
 @pytest.fixture(autouse=True)
 def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter pays per program: larger ones."""
+    """Run fewer, larger programs in the interpreter."""
     if not torch.cuda.is_available():
         monkeypatch.setattr(launch, "ROW_ELEMENTS", 16384)
 
 
 def model() -> nn.ModuleDict:
-    """Matrices of one shape in two parameters, one of them fused, and another shape."""
+    """Two parameters with matrices of one shape, one of them a fused weight, and another shape."""
     torch.manual_seed(1)
     parts = {"qkv": nn.Linear(144, 384, bias=False), "out": nn.Linear(144, 128, bias=False)}
     return nn.ModuleDict({**parts, "down": nn.Linear(128, 144, bias=False)})
@@ -43,12 +42,12 @@ def give_gradients(net: nn.Module, t: int) -> None:
 
 
 def train(
-    optimizer: Member, fused: bool, watched: bool, workspace: float = 0.25
+    optimizer: Member, fused: bool, monitored: bool, workspace: float = 0.25
 ) -> tuple[nn.Module, dict[str, float]]:
     with kernels(fused):
         net = model()
         opt = optimizer(groups(net), lr=0.05, workspace=workspace)
-        monitor = AngleMonitor(net, opt) if watched else None
+        monitor = AngleMonitor(net, opt) if monitored else None
         for t in range(2):
             give_gradients(net, t)
             opt.step()
@@ -60,11 +59,11 @@ def train(
 @pytest.mark.parametrize(
     ("optimizer", "workspace"), [(AngularMuown, 1e-9), (AngularMuown, 10.0), (Muon, 1.0)]
 )
-def test_a_watched_step_is_the_same_to_the_bit(optimizer: Member, workspace: float) -> None:
+def test_monitoring_does_not_change_a_bit(optimizer: Member, workspace: float) -> None:
     plain, _ = train(optimizer, True, False, workspace)
-    watched, values = train(optimizer, True, True, workspace)
+    monitored, values = train(optimizer, True, True, workspace)
     assert all(
-        torch.equal(p, q) for p, q in zip(plain.parameters(), watched.parameters(), strict=True)
+        torch.equal(p, q) for p, q in zip(plain.parameters(), monitored.parameters(), strict=True)
     )
     _, eager = train(optimizer, False, True)
     assert values.keys() == eager.keys()
@@ -73,7 +72,7 @@ def test_a_watched_step_is_the_same_to_the_bit(optimizer: Member, workspace: flo
 
 
 CROSSING = {"lr": 0.05, "radius_lr": 0.5}  # some lengths pass through zero
-SMALL = {"lr": 1e-3}  # below what a 16-bit weight resolves: the rounding turns rows further
+SMALL = {"lr": 1e-3}  # below the resolution of 16-bit weights: rounding turns rows further
 
 
 @pytest.mark.parametrize(
@@ -89,38 +88,38 @@ SMALL = {"lr": 1e-3}  # below what a 16-bit weight resolves: the rounding turns 
         (NorMuon, {"lr": 1e-4}, torch.float16),
     ],
 )
-def test_the_kernels_tell_the_angles_of_what_is_stored(
+def test_the_kernels_report_the_angles_of_the_stored_weights(
     optimizer: Member, values: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    told: list[Tensor] = []
+    reported: list[Tensor] = []
 
-    def listen(parts: Sequence[tuple[Any, int]], U: Tensor, Q: Tensor, angles: Any) -> None:
-        told.append(angles)
+    def observe(parts: Sequence[tuple[Any, int]], U: Tensor, Q: Tensor, angles: Any) -> None:
+        reported.append(angles)
 
     crossed = zero = 0
     with kernels(True):
         (p,) = weights([(144, 176)], dtype)  # its row 3 is zero
         opt = optimizer([p], **values)
-        opt.observers = (listen,)
+        opt.observers = (observe,)
         for t in range(2):
             before = p.detach().to(torch.float32, copy=True)
             advance(opt, [p], 1, start=t)
             after = p.detach().float()
-            wanted = row_angles(before, after)
+            expected = row_angles(before, after)
             torch.testing.assert_close(
-                told.pop(), wanted.unsqueeze(0), rtol=1e-3, atol=1e-6, equal_nan=True
+                reported.pop(), expected.unsqueeze(0), rtol=1e-3, atol=1e-6, equal_nan=True
             )
-            assert wanted.isnan()[3] == (t == 0 or "weight_decay" in values)
+            assert expected.isnan()[3] == (t == 0 or "weight_decay" in values)
             crossed += ((before * after).sum(-1) < 0).sum()
             zero += (after.norm(dim=-1) == 0).sum()
     assert_fused(opt)
-    assert not told
+    assert not reported
     assert crossed or values is not CROSSING
-    assert zero or "weight_decay" not in values, "no row has become zero"
+    assert zero or "weight_decay" not in values, "no row became zero"
 
 
-class Watched:
-    """A model in training, and what its monitor should say."""
+class MonitoredRun:
+    """A model in training, whose monitor is checked at every step."""
 
     def __init__(self, optimizer: Member = AngularMuown) -> None:
         self.net = model()
@@ -131,26 +130,26 @@ class Watched:
         self.copies: list[list[str]] = []
 
     def step(self) -> dict[str, float]:
-        """One step; whatever path it took, the values are those of W before and after."""
+        """Take a step; check the monitor's values against W before and after."""
         names = dict(self.net.named_parameters())
         before = {name: p.detach().clone() for name, p in names.items()}
         self.opt.step()
         values = self.monitor.read()
         angles = {name: row_angles(before[name], p.detach()) for name, p in names.items()}
         angles[""] = torch.cat([*angles.values()])
-        for name, own in angles.items():
+        for name, turned in angles.items():
             tail = f"/{name}" if name else ""
-            assert values[f"angle_mean{tail}"] == pytest.approx(own.nanmean().item(), rel=1e-4)
-            largest = own.nan_to_num().max().item()
+            assert values[f"angle_mean{tail}"] == pytest.approx(turned.nanmean().item(), rel=1e-4)
+            largest = turned.nan_to_num().max().item()
             assert values[f"angle_max{tail}"] == pytest.approx(largest, rel=1e-4)
         return values
 
 
 @pytest.mark.parametrize("optimizer", [Muown, Muon])
-def test_nothing_is_copied_from_the_first_step_on(optimizer: Member) -> None:
-    """A row at zero is left out: the mean is that of the others."""
+def test_covered_parameters_are_never_copied(optimizer: Member) -> None:
+    """A zero row is excluded from the mean."""
     with kernels(True):
-        run = Watched(optimizer)
+        run = MonitoredRun(optimizer)
         for t in range(2):
             give_gradients(run.net, t)
             run.step()
@@ -158,9 +157,9 @@ def test_nothing_is_copied_from_the_first_step_on(optimizer: Member) -> None:
     assert run.copies == [[], []]
 
 
-def test_without_kernels_every_stepped_matrix_is_copied() -> None:
+def test_without_kernels_every_updated_matrix_is_copied() -> None:
     with kernels(False):
-        run = Watched()
+        run = MonitoredRun()
         give_gradients(run.net, 0)
         run.net["down"].weight.grad = None
         values = run.step()
@@ -194,11 +193,11 @@ def released(net: nn.ModuleDict, opt: Engine) -> None:
         (released, []),
     ],
 )
-def test_a_parameter_that_leaves_the_kernels_is_copied_in_time(
+def test_a_parameter_that_is_no_longer_covered_is_copied(
     disturb: Callable[[nn.ModuleDict, Engine], None], copied: list[str]
 ) -> None:
     with kernels(True):
-        run = Watched()
+        run = MonitoredRun()
         for t in range(2):
             give_gradients(run.net, t)
             if t == 1:
@@ -210,8 +209,8 @@ def test_a_parameter_that_leaves_the_kernels_is_copied_in_time(
     assert (values["angle_mean/out.weight"] == 0) == (disturb is missing)
 
 
-def test_the_gradients_of_a_closure() -> None:
-    """They are not there yet when the step begins."""
+def test_gradients_may_come_from_a_closure() -> None:
+    """They do not exist yet when the step begins."""
     with kernels(True):
         net = model()
         opt = AngularMuown(groups(net), lr=0.05)

@@ -1,4 +1,4 @@
-"""How the work buffer is spent: within its bytes, and evenly over the lanes."""
+"""The work buffer stays within its budget, and its streams get equal work."""
 
 import pytest
 import torch
@@ -17,38 +17,40 @@ MiB = 2**20
 
 @pytest.mark.parametrize("budget", [1000, 8 * MiB, 80 * MiB, 128 * MiB, 256 * MiB, 20_000 * MiB])
 @pytest.mark.parametrize("largest", [1, 20_000, 3 * MiB, 20 * MiB, 50 * MiB])  # words
-def test_the_budget_holds_wherever_a_matrix_fits(budget: int, largest: int) -> None:
-    room = divide(budget, [1, largest])
-    spent = room.streams * (2 * max(room.words, largest) + room.cublas * CUBLAS_WORKSPACE)
+def test_the_budget_is_respected_if_the_largest_matrix_fits(budget: int, largest: int) -> None:
+    divided = divide(budget, [1, largest])
+    spent = divided.streams * (2 * max(divided.words, largest) + divided.cublas * CUBLAS_WORKSPACE)
     if 2 * largest <= budget:
         assert spent <= budget
-    assert 4 * room.cublas * room.streams * CUBLAS_WORKSPACE <= budget
-    assert room.words >= largest or room == Budget(1, budget // 2, False)
+    assert 4 * divided.cublas * divided.streams * CUBLAS_WORKSPACE <= budget
+    assert divided.words >= largest or divided == Budget(1, budget // 2, False)
 
 
 @pytest.mark.parametrize(
-    ("budget", "largest", "room"),  # MiB and words by the 2**20
+    ("budget", "largest", "expected"),  # in MiB, in units of 2**20 words
     [
         (256, 1, Budget(2, 48 * MiB, True)),
-        (252, 1, Budget(4, 63 * MiB // 2, False)),  # workspaces would be over a quarter
-        (64, 12, Budget(2, 16 * MiB, False)),  # four lanes are too narrow
+        (252, 1, Budget(4, 63 * MiB // 2, False)),  # workspaces would exceed a quarter
+        (64, 12, Budget(2, 16 * MiB, False)),  # too little for four streams
         (256, 60, Budget(2, 64 * MiB, False)),
         (256, 100, Budget(1, 112 * MiB, True)),
         (100, 50, Budget(1, 50 * MiB, False)),
-        (100, 51, Budget(1, 50 * MiB, False)),  # exceeded by the one matrix
+        (100, 51, Budget(1, 50 * MiB, False)),  # a single matrix exceeds it
     ],
 )
-def test_the_fastest_way_that_there_is_room_for(budget: int, largest: int, room: Budget) -> None:
-    assert divide(budget * MiB, [1, largest * MiB]) == room
+def test_the_fastest_configuration_that_fits_is_chosen(
+    budget: int, largest: int, expected: Budget
+) -> None:
+    assert divide(budget * MiB, [1, largest * MiB]) == expected
 
 
-def test_small_models_are_not_given_workspaces_larger_than_their_buffer() -> None:
+def test_small_models_do_not_use_cublas() -> None:
     assert not divide(81 * MiB, [2 * MiB]).cublas  # a quarter of gpt124
     assert divide(928 * MiB, [40 * MiB]).cublas  # a quarter of llama1b
 
 
 @pytest.mark.parametrize("count", [1, 3, 12])
-def test_lanes_have_equal_shares_and_every_matrix_one_place(
+def test_streams_get_equal_work_and_every_matrix_one_chunk(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "ROW_ELEMENTS", 16384)
@@ -62,14 +64,14 @@ def test_lanes_have_equal_shares_and_every_matrix_one_place(
     assert opt._fused is not None
     _, step, _ = opt._fused.steps[0]
     assert step is not None
-    loads = [0.0] * step.room.streams
+    loads = [0.0] * step.budget.streams
     seen: set[tuple[int, int]] = set()
     for chunk in step.chunks:
         loads[chunk.stream] += chunk.count * chunk.batch.microseconds
         seen |= {(chunk.batch.start, chunk.first + i) for i in range(chunk.count)}
-        room = step.stream * (step.room.streams - chunk.stream)
-        assert chunk.work.numel() == room
-        assert chunk.count * chunk.batch.words <= step.stream
+        words = step.stream_words * (step.budget.streams - chunk.stream)
+        assert chunk.work.numel() == words
+        assert chunk.count * chunk.batch.words <= step.stream_words
     assert len(seen) == len(shapes)
     largest = max(chunk.count * chunk.batch.microseconds for chunk in step.chunks)
     assert max(loads) - min(loads) <= largest

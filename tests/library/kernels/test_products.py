@@ -1,4 +1,4 @@
-"""The parts of the kernels: which products, where their results lie, what they compute."""
+"""Parts of the kernels: the list of products, the offsets of results, what products compute."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +25,14 @@ from tests.library.family import noise
 pytest.importorskip("triton")
 
 from angular_muown.kernels import products
-from tests.library.kernels.test_fused import Member, advance, assert_fused, far, kernels, weights
+from tests.library.kernels.test_fused import (
+    Member,
+    advance,
+    assert_fused,
+    kernels,
+    relative_error,
+    weights,
+)
 
 Triples = tuple[polar_chain.Triple, ...]
 ORDINARY, GRAM = (1,) * 5, (1, 2, 2)
@@ -33,13 +40,13 @@ SHAPES = [(128, 128), (144, 160), (160, 144), (176, 304), (272, 144), (128, 320)
 
 
 @pytest.fixture(autouse=True)
-def _where() -> Iterator[None]:
+def _default_device() -> Iterator[None]:
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         yield
 
 
 def iterate(X: Tensor, triples: Triples, dtype: torch.dtype = torch.float64) -> Tensor:
-    """The ordinary iteration in float64; every product rounded to `dtype`."""
+    """Run the ordinary iteration in float64, with every product rounded to `dtype`."""
 
     def rounded(Y: Tensor) -> Tensor:
         return Y.to(dtype).double()
@@ -57,8 +64,8 @@ def chained(triples: Triples, segments: tuple[int, ...]) -> tuple[Product, ...]:
     return tuple(polar_chain.products(triples, segments))
 
 
-def exactly(X: Tensor, chain: tuple[Product, ...]) -> Tensor:
-    """A chain on plain matrices: what a list of products means."""
+def in_float64(X: Tensor, chain: tuple[Product, ...]) -> Tensor:
+    """Evaluate a chain of products with plain matrices."""
     values = [SCALE * X]
     for p in chain:
         L, R = values[p.left], values[p.right]
@@ -76,37 +83,37 @@ def unit(X: Tensor) -> Tensor:
 
 
 def by_kernels(X: Tensor, chain: tuple[Product, ...], cublas: bool = False) -> Tensor:
-    """Everything but the input is NaN before: nothing may be read that was not written."""
+    """Evaluate a chain with the kernels; memory that was not written is NaN."""
     count, m, n = X.shape
-    places = polar_chain.allocate(m, n, chain)
-    work = torch.full((count, places.size), float("nan"), dtype=torch.float16)
+    allocation = polar_chain.allocate(m, n, chain)
+    work = torch.full((count, allocation.size), float("nan"), dtype=torch.float16)
     work[:, : m * n] = (SCALE * (X.mT if m < n else X)).flatten(1).half()
-    products.run(work, m, n, chain, places, cublas)
-    at = places.offsets[-1]
-    return work[:, at : at + m * n].view(count, m, n).double() / SCALE
+    products.run(work, m, n, chain, allocation, cublas)
+    start = allocation.offsets[-1]
+    return work[:, start : start + m * n].view(count, m, n).double() / SCALE
 
 
-def error(Q: Tensor, wanted: Tensor) -> float:
-    return ((Q - wanted).norm() / wanted.norm()).item()
+def error(Q: Tensor, expected: Tensor) -> float:
+    return ((Q - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize("triples", [POLAR_EXPRESS, QUINTIC])
 @pytest.mark.parametrize("segments", [ORDINARY, GRAM, (2, 2, 1), (2, 1, 2)])
-def test_every_form_is_the_same_polynomial(triples: Triples, segments: tuple[int, ...]) -> None:
+def test_all_forms_are_the_same_polynomial(triples: Triples, segments: tuple[int, ...]) -> None:
     X = unit(noise(20, 50, seed=1))
     chain = chained(triples, segments)
-    assert error(exactly(X, chain), iterate(X, triples)) < 1e-10
+    assert error(in_float64(X, chain), iterate(X, triples)) < 1e-10
 
 
 def spans(m: int, n: int, chain: tuple[Product, ...]) -> list[tuple[int, int]]:
     offsets = polar_chain.allocate(m, n, chain).offsets
     sizes = [m * n] + [m * n if p.kind is Kind.APPLY else min(m, n) ** 2 for p in chain]
-    return [(at, at + s) for at, s in zip(offsets, sizes, strict=True)]
+    return [(start, start + s) for start, s in zip(offsets, sizes, strict=True)]
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (16, 4096), (1000, 24)])
 @pytest.mark.parametrize("segments", [ORDINARY, GRAM, (2, 1, 2)])
-def test_no_result_lies_on_one_that_is_still_to_be_read(
+def test_no_result_overwrites_one_that_is_still_needed(
     shape: tuple[int, int], segments: tuple[int, ...]
 ) -> None:
     chain = chained(POLAR_EXPRESS, segments)
@@ -121,16 +128,18 @@ def test_no_result_lies_on_one_that_is_still_to_be_read(
 
 @pytest.mark.parametrize("shape", [*SHAPES, (16, 4096), (1000, 24)])
 @pytest.mark.parametrize("segments", [ORDINARY, GRAM])
-def test_results_are_aligned_and_the_size_is_what_they_need(
+def test_results_are_aligned_and_fill_the_allocation(
     shape: tuple[int, int], segments: tuple[int, ...]
 ) -> None:
     m, n = shape
     chain = chained(POLAR_EXPRESS, segments)
-    places = polar_chain.allocate(m, n, chain)
-    assert not any(at % ALIGNMENT for at in (*places.offsets, places.raw, places.size))
-    ends = [end for _, end in spans(m, n, chain)] + [places.raw + m * n]
-    assert places.size == -(-max(ends) // ALIGNMENT) * ALIGNMENT
-    assert places.raw == 0 if m >= n else places.raw >= m * n, "it is turned out of place"
+    allocation = polar_chain.allocate(m, n, chain)
+    assert not any(x % ALIGNMENT for x in (*allocation.offsets, allocation.raw, allocation.size))
+    ends = [end for _, end in spans(m, n, chain)] + [allocation.raw + m * n]
+    assert allocation.size == -(-max(ends) // ALIGNMENT) * ALIGNMENT
+    assert allocation.raw == 0 if m >= n else allocation.raw >= m * n, (
+        "transposition is out of place"
+    )
 
 
 @pytest.mark.parametrize("iteration", [polar_express, newton_schulz], ids=lambda i: i.name)
@@ -142,7 +151,7 @@ def test_the_cheaper_form_is_chosen(iteration: Iteration, side: int) -> None:
     assert polar_chain.chain_for(4 * side, side, iteration) == in_gram_form
 
 
-def test_gram_takes_the_gram_form_above_its_aspect_ratio_only() -> None:
+def test_gram_takes_the_gram_form_only_above_its_aspect_ratio() -> None:
     """As in the eager executor, whatever the cost model prefers."""
     ordinary, in_gram_form = (chained(POLAR_EXPRESS, form) for form in (ORDINARY, GRAM))
     assert polar_chain.chain_for(768, 1536, polar_express) == in_gram_form
@@ -153,13 +162,13 @@ def test_gram_takes_the_gram_form_above_its_aspect_ratio_only() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("segments", [ORDINARY, GRAM])
 @pytest.mark.parametrize("cublas", [False, True])
-def test_products_are_those_of_float64(
+def test_products_match_float64(
     shape: tuple[int, int], segments: tuple[int, ...], cublas: bool
 ) -> None:
     X = unit(noise(2, *shape, seed=3))
     Q = by_kernels(X, chained(POLAR_EXPRESS, segments), cublas)
-    for own, x in zip(Q, X, strict=True):
-        assert error(own, iterate(x, POLAR_EXPRESS)) < 6e-3
+    for q, x in zip(Q, X, strict=True):
+        assert error(q, iterate(x, POLAR_EXPRESS)) < 6e-3
 
 
 def spectrum(kind: str, m: int, n: int) -> Tensor:
@@ -179,13 +188,13 @@ def spectrum(kind: str, m: int, n: int) -> Tensor:
 @pytest.mark.parametrize("kind", ["condition 1e12", "rank one", "repeated", "huge row"])
 @pytest.mark.parametrize("segments", [ORDINARY, GRAM])
 @pytest.mark.parametrize("triples", [POLAR_EXPRESS, QUINTIC])
-def test_adversarial_spectra_are_no_worse_than_the_iteration_in_bfloat16(
+def test_errors_on_adversarial_spectra_are_at_most_those_of_bfloat16(
     kind: str, segments: tuple[int, ...], triples: Triples
 ) -> None:
     X = spectrum(kind, 144, 176)
-    wanted = iterate(X, triples)
+    expected = iterate(X, triples)
     Q = by_kernels(X.unsqueeze(0), chained(triples, segments))[0]
-    assert error(Q, wanted) <= error(iterate(X, triples, torch.bfloat16), wanted)
+    assert error(Q, expected) <= error(iterate(X, triples, torch.bfloat16), expected)
 
 
 def after_a_step(
@@ -201,21 +210,21 @@ def after_a_step(
     return [p.detach() for p in params], opt
 
 
-# numpy warns where the interpreter computes what is not used, or what a test is about
+# In the interpreter, numpy warns about values that are not used or that a test is about.
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-def test_the_size_of_a_gradient_does_not_matter() -> None:
-    """Powers of two only move exponents; other factors are rounded to float16 elsewhere."""
+def test_the_magnitude_of_a_gradient_is_irrelevant() -> None:
+    """Powers of two only change exponents; other factors change the rounding to float16."""
     G = noise(128, 144, seed=1)
     (W,) = weights([(128, 144)], torch.float32)
     change = after_a_step(AngularMuown, [G], radius="fixed")[0][0] - W.detach()
     for size, limit in ((2.0**-100, 1e-5), (2.0**100, 1e-5), (1e-30, 3e-3), (1e30, 3e-3)):
         end = after_a_step(AngularMuown, [size * G], radius="fixed")[0][0]
-        assert far(end - W.detach(), change) < limit
+        assert relative_error(end - W.detach(), change) < limit
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("optimizer", [AngularMuown, NorMuown])
-def test_zero_and_nan_stay_in_their_matrix(optimizer: Member) -> None:
+def test_zeros_and_nans_do_not_spread_to_other_matrices(optimizer: Member) -> None:
     G, zero = noise(128, 128, seed=1), torch.zeros(128, 128, dtype=torch.float64)
     bad, infinite = G.clone(), G.clone()
     bad[7, 9], infinite[7, 9] = float("nan"), float("inf")
@@ -226,11 +235,11 @@ def test_zero_and_nan_stay_in_their_matrix(optimizer: Member) -> None:
     assert ends[1].isnan().all()
     assert not ends[2].isfinite().all()
     assert torch.equal(ends[3], alone[3])
-    for p, wanted in zip(opt.param_groups[0]["params"], (True, False, False, True), strict=True):
-        assert wanted == all(value.isfinite().all() for value in opt.state[p].values())
+    for p, expected in zip(opt.param_groups[0]["params"], (True, False, False, True), strict=True):
+        assert expected == all(value.isfinite().all() for value in opt.state[p].values())
 
 
-def test_chunks_through_a_small_buffer_are_the_same_to_the_bit() -> None:
+def test_the_size_of_the_work_buffer_does_not_change_a_bit() -> None:
     gradients = [noise(*shape, seed=i) for i, shape in enumerate([(128, 128)] * 5 + [(144, 128)])]
     ends: list[list[Tensor]] = []
     for workspace, chunks in ((1e-9, 6), (10.0, 4)):
@@ -247,14 +256,14 @@ def test_chunks_through_a_small_buffer_are_the_same_to_the_bit() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "values"), [(AngularMuown, {"lr": 2e-3, "radius": "fixed"}), (Muon, {"lr": 1e-5})]
 )
-def test_the_noise_of_16_bit_weights_is_the_eager_one(
+def test_stochastic_rounding_uses_the_noise_of_the_eager_path(
     optimizer: Member, values: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    """A remainder on the noise's edge falls either way; with other noise, a third of an ulp."""
+    """Weights differ only where a remainder nearly equals the noise; other noise gives 1/3 ulp."""
     ends: list[Tensor] = []
     for on in (True, False):
         (p,) = weights([(128, 144)], dtype)
-        p.data[7] *= 1e-4  # below float16's normal range, where Muon's small step is many ulps
+        p.data[7] *= 1e-4  # subnormal in float16, where Muon's small step is many ulps
         opt = optimizer([p], **values)
         opt.param_groups[0]["step"] = 1  # step 2 has a seed with its highest bit set
         with kernels(on):

@@ -1,5 +1,5 @@
-"""Graphs of the user beside fused steps, with a recording that is only pretended: on the CPU what
-would be recorded simply runs, which is all that these tests need."""
+"""Fused steps inside a user's CUDA graph, with a mock recording: on the CPU, what would be recorded
+simply runs, which is all that these tests need."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ from tests.library.kernels.test_fused import kernels
 
 @pytest.fixture(autouse=True)
 def _interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(launch, "ROW_ELEMENTS", 16384)  # the interpreter pays per program
+    monkeypatch.setattr(launch, "ROW_ELEMENTS", 16384)  # fewer, larger programs in the interpreter
     with kernels(True):
         yield
 
@@ -28,7 +28,9 @@ def recording(opt: AngularMuown) -> Iterator[None]:
     assert opt._fused is not None
     _, fused, _ = opt._fused.steps[0]
     if fused is not None:
-        fused.spares = [torch.empty_like(fused.known.fixed, pin_memory=torch.cuda.is_available())]
+        fused.spares = [
+            torch.empty_like(fused.table.relative, pin_memory=torch.cuda.is_available())
+        ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fused_step, "is_recording", lambda: True)
         yield
@@ -45,38 +47,38 @@ def start() -> tuple[nn.Parameter, AngularMuown]:
 def test_steps_after_a_replay_use_their_own_gradients() -> None:
     p, opt = start()
     graphs_gradient = noise(128, 144, seed=1).float()
-    own = p.grad
+    gradient = p.grad
     with recording(opt):
         p.grad = graphs_gradient
         opt.step()
     assert opt._fused is not None
     _, fused, _ = opt._fused.steps[0]
     assert fused is not None
-    p.grad = own
+    p.grad = gradient
     opt.step()
-    fused.lines.copy_(fused.recorded[-1])  # what a replay does
+    fused.entries.copy_(fused.recorded[-1])  # what a replay does
     before = p.detach().clone()
     state = {key: value.clone() for key, value in opt.state[p].items()}
     opt.step()
     q = nn.Parameter(before)
     other = AngularMuown([q], capturable=True)
-    q.grad = own
+    q.grad = gradient
     other.state[q].update(state)
     other.param_groups[0]["step"].copy_(opt.param_groups[0]["step"] - 1)
     other.step()
     assert torch.equal(p, q)
 
 
-def test_counters_stay_the_tensors_that_were_recorded() -> None:
+def test_counters_remain_the_recorded_tensors() -> None:
     p, opt = start()
     counter = opt.state[p]["step"]
-    p.data = p.data.clone()  # the fused step is made anew
+    p.data = p.data.clone()  # the fused step is built again
     opt.step()
     assert opt.state[p]["step"] is counter
     assert counter == 2
 
 
-def test_what_a_graph_reads_outlives_the_step_that_made_it() -> None:
+def test_a_recorded_fused_step_stays_alive() -> None:
     p, opt = start()
     with recording(opt):
         opt.step()
@@ -85,11 +87,11 @@ def test_what_a_graph_reads_outlives_the_step_that_made_it() -> None:
     p.data = p.data.clone()
     opt.step()
     assert opt._fused.steps[0][1] is not fused
-    assert fused in opt._fused.kept
+    assert fused in opt._fused.retained
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-def test_a_buffer_that_grew_stays_only_for_graphs(recorded: bool) -> None:
+def test_a_replaced_buffer_stays_alive_only_for_graphs(recorded: bool) -> None:
     p, opt = start()
     assert opt._fused is not None
     if recorded:
@@ -102,10 +104,10 @@ def test_a_buffer_that_grew_stays_only_for_graphs(recorded: bool) -> None:
     opt._fused = fused  # what the new group would have released
     opt.step()
     assert fused.work[p.device] is not before
-    assert any(kept is before for kept in fused.kept) == recorded
+    assert any(retained is before for retained in fused.retained) == recorded
 
 
-def test_recording_something_new_is_refused_before_anything_moves() -> None:
+def test_recording_new_settings_is_refused_before_anything_changes() -> None:
     p, opt = start()
     weight, counter = p.detach().clone(), float(opt.state[p]["step"])
     with recording(opt):
@@ -114,7 +116,7 @@ def test_recording_something_new_is_refused_before_anything_moves() -> None:
             opt.step()
     assert torch.equal(p, weight)
     assert float(opt.state[p]["step"]) == counter
-    opt.step()  # and goes on
+    opt.step()  # training continues
 
 
 def test_too_many_recordings_in_a_row_are_refused() -> None:
@@ -126,7 +128,7 @@ def test_too_many_recordings_in_a_row_are_refused() -> None:
 
 
 @pytest.mark.parametrize("change", ["transposed", "bfloat16"])
-def test_a_gradient_at_the_same_address_with_another_meaning(change: str) -> None:
+def test_a_gradient_may_change_layout_or_dtype_at_the_same_address(change: str) -> None:
     ends = []
     for fused in (True, False):
         p = parameter(128, 128, dtype=torch.float32)
@@ -145,16 +147,16 @@ def test_a_gradient_at_the_same_address_with_another_meaning(change: str) -> Non
 
 
 def _as_bfloat16(p: nn.Parameter, storage: torch.Tensor) -> nn.Parameter:
-    """A 16-bit gradient in the memory of the 32-bit one."""
+    """Give `p` a 16-bit gradient in the memory of the 32-bit one."""
     values = noise(128, 128, seed=1).bfloat16()
     view = storage.view(torch.bfloat16).flatten()[: values.numel()].view(128, 128)
     p.grad = None
-    p.grad_dtype = None  # any dtype may follow
+    p.grad_dtype = None  # allows any dtype
     p.grad = view.copy_(values)
     return p
 
 
-def test_row_state_in_another_dtype_is_left_to_the_eager_path() -> None:
+def test_row_state_in_another_dtype_takes_the_eager_path() -> None:
     p, opt = start()
     opt.state[p]["exp_avg"] = opt.state[p]["exp_avg"].bfloat16()
     opt.step()
@@ -164,8 +166,8 @@ def test_row_state_in_another_dtype_is_left_to_the_eager_path() -> None:
     assert rest == [p]
 
 
-def test_noise_wraps_as_32_bit_words_do() -> None:
-    """A seed near the top of the range: row + seed passes 2^32, in the kernel and here."""
+def test_noise_wraps_at_32_bits() -> None:
+    """With a seed near 2^32, row + seed overflows, in the kernel and on the eager path."""
     word = 2**32
     seed = (word - 64 - rounding.hash_seed(0)) * pow(0x9E3779B9, -1, word) % word
     assert rounding.hash_seed(seed) == word - 64

@@ -1,1 +1,1 @@
-"""Triton kernels, imported at the first step on a GPU."""
+"""Triton kernels, imported by the first step on a GPU."""

@@ -1,4 +1,4 @@
-"""Kernels for matrix products: symmetric ones by half their tiles, and a small matrix times X."""
+"""Kernels for matrix products: symmetric ones from half their tiles; a small matrix times X."""
 
 import triton
 import triton.language as tl
@@ -13,33 +13,33 @@ def _tile(
     row = top + tl.arange(0, HEIGHT)
     column = side + tl.arange(0, WIDTH)
     k = tl.arange(0, BK)
-    # beyond the edge something valid is read, and not written
-    at_left = k[None, :] * size + (row % size)[:, None]
-    at_right = k[:, None] * size + (column % size)[None, :]
+    # Beyond the edge, indices wrap around to valid memory; these results are not stored.
+    left_offset = k[None, :] * size + (row % size)[:, None]
+    right_offset = k[:, None] * size + (column % size)[None, :]
     sums = tl.zeros((HEIGHT, WIDTH), tl.float32)
     for begin in range(0, depth, BK):
         if EVEN:
-            x = tl.load(left + at_left)
-            y = tl.load(right + at_right)
+            x = tl.load(left + left_offset)
+            y = tl.load(right + right_offset)
         else:
-            x = tl.load(left + at_left, mask=k[None, :] < depth - begin, other=0.0)
-            y = tl.load(right + at_right, mask=k[:, None] < depth - begin, other=0.0)
+            x = tl.load(left + left_offset, mask=k[None, :] < depth - begin, other=0.0)
+            y = tl.load(right + right_offset, mask=k[:, None] < depth - begin, other=0.0)
         sums = tl.dot(x, y, sums)
         left += BK * size
         right += BK * size
     inside = (row[:, None] < size) & (column[None, :] < size)
-    place = row[:, None] * size + column[None, :]
+    offset = row[:, None] * size + column[None, :]
     sums = sums * alpha
     if HAS_C:
-        sums += beta * tl.load(C + place, mask=inside, other=0.0).to(tl.float32)
+        sums += beta * tl.load(C + offset, mask=inside, other=0.0).to(tl.float32)
     sums += tl.where(row[:, None] == column[None, :], delta, 0.0)
     value = sums.to(out.dtype.element_ty)
-    if HEIGHT == WIDTH:  # noqa: SIM102 - decided by the compiler, the other one by the program
+    if HEIGHT == WIDTH:  # noqa: SIM102 - decided at compile time, the inner one at run time
         if top == side:
-            # Rounding leaves factors that do not quite commute, and what is not symmetric in them
-            # would grow: a factor is read as its own transpose.
+            # Rounded factors do not quite commute. Their antisymmetric part would grow, because
+            # a factor is read as its own transpose.
             value = value * 0.5 + tl.trans(value) * 0.5
-    tl.store(out + place, value, mask=inside)
+    tl.store(out + offset, value, mask=inside)
     if top != side:
         mirror = column[:, None] * size + row[None, :]
         edges = (column[:, None] < size) & (row[None, :] < size)
@@ -52,9 +52,11 @@ def symmetric_kernel(
     HAS_C: tl.constexpr, EVEN: tl.constexpr, HALF_EDGE: tl.constexpr,
     TILE: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """out = alpha L^T R + beta C + delta I, symmetric (size, size), for matrices `stride`
-    apart; L and R are (depth, size). A symmetric left factor is its own transpose. HALF_EDGE: half
-    a tile is enough for the last columns (704 is five tiles and a half)."""
+    """Compute out = alpha L^T R + beta C + delta I, a symmetric (size, size) matrix.
+
+    L and R are (depth, size); a symmetric L is its own transpose. Matrices are `stride` apart.
+    HALF_EDGE: half a tile is enough for the last columns (704 columns are five and a half tiles).
+    """
     program = tl.program_id(0)
     start = (program // tiles).to(tl.int64) * stride
     left += start
@@ -62,7 +64,7 @@ def symmetric_kernel(
     C += start
     out += start
     t = program % tiles
-    # column of the upper triangle that tile t lies in; the root may be rounded to either side
+    # Tile t is in column j of the upper triangle; the root may be rounded in either direction.
     j = ((tl.sqrt(8.0 * t + 1.0) - 1.0) * 0.5).to(tl.int32)
     j = tl.where(j * (j + 1) // 2 > t, j - 1, j)
     j = tl.where((j + 1) * (j + 2) // 2 <= t, j + 1, j)
@@ -89,8 +91,11 @@ def symmetric_kernel(
 def apply_kernel(
     left, right, out, depth, tiles, across, TILE: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """out = L R^T, batched, through tensor descriptors: beyond the edges zeros are read and
-    nothing is written. Of `tiles` tiles per matrix, `across` lie side by side."""
+    """Compute out = L R^T, batched.
+
+    Tensor descriptors read zeros beyond the edges and write nothing there. A matrix has `tiles`
+    tiles, `across` of them in each row.
+    """
     program = tl.program_id(0)
     matrix = program // tiles
     tile = program % tiles
