@@ -119,8 +119,8 @@ def test_channels_that_ranks_do_not_divide(member: Any, values: Any, said: str) 
     """A state vector with an entry for each place of a kernel would be cut elsewhere."""
     for outcome in on_ranks(4, stepped_conv, member, values):
         assert isinstance(outcome, RankError)
-        assert "a convolution of shape (12, 6, 3, 1) is spread along dimension 1" in str(outcome)
-        assert f"6 channels over 4 ranks, but {said}" in str(outcome)
+        assert "a convolution of shape (12, 6, 3, 1) is sharded along dimension 1" in str(outcome)
+        assert f"6 channels across 4 ranks, but {said}" in str(outcome)
         assert "shard dimension 0" in str(outcome)
 
 
@@ -418,13 +418,13 @@ def slow_look() -> int:
     """The collective ends while rank 1 looks for errors: that is no error."""
     optimizer, _ = optimizer_of("rows")
     optimizer.step()
-    look = collectives._look
+    look = collectives._raise_peer_error
 
     def slowly() -> None:
         look()
         time.sleep(1)
 
-    collectives._look = slowly
+    collectives._raise_peer_error = slowly
     if dist.get_rank() == 0:
         time.sleep(1.5)
     optimizer.step()
