@@ -85,13 +85,22 @@ def disagree(how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("count", "number 2 is not observed on rank 0 and w2 (6, 5) torch.float64, plain"),
-        ("method", "number 0 is w0 (6, 5) torch.float64, (Shard(dim=0),) on (2,), svd Oblique"),
+        (
+            "count",
+            "entry 2 of the plan is not observed on rank 0 and w2 (6, 5) torch.float64, plain",
+        ),
+        (
+            "method",
+            "entry 0 of the plan is w0 (6, 5) torch.float64, (Shard(dim=0),) on (2,), svd Oblique",
+        ),
         ("inside", "polar_express Oblique AsIs Adam Free"),
         ("workspace", "workspace 0.25 on rank 0 and w0"),
-        ("monitor", "number 3 is observed by a monitor on rank 0 and not observed on rank 1"),
+        (
+            "monitor",
+            "entry 3 of the plan is observed by a monitor on rank 0 and not observed on rank 1",
+        ),
         ("later", "workspace 0.5 on rank 0 and w0"),
-        ("gradients", "the gradient of parameter 'w2' is not the same on ranks"),
+        ("gradients", "the gradient of parameter 'w2' differs between ranks"),
     ],
 )
 def test_ranks_that_disagree_are_told_what_about(how: str, said: str) -> None:
