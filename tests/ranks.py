@@ -1,9 +1,9 @@
-"""Gloo ranks on this machine: a function in several processes, with an end in sight.
+"""Run a function on several Gloo ranks on this machine, with time limits.
 
-Processes are forked from a server that has torch loaded, so a group of eight starts in a second.
-They end without taking the interpreter down, unlike those of torch.multiprocessing.spawn: a thread
-of Gloo that still drops a tensor would ask for the interpreter's lock then, and the process would
-abort although all of its work was done (github.com/pytorch/pytorch/issues/190489).
+Processes are forked from a server that has torch loaded, so eight ranks start in a second. Unlike
+those of torch.multiprocessing.spawn, they exit without finalizing the interpreter: a Gloo thread
+that still releases a tensor would then request the GIL and abort a process whose work is done
+(github.com/pytorch/pytorch/issues/190489).
 """
 
 import io
@@ -19,28 +19,30 @@ from typing import Any
 
 import torch
 
-LIMIT = 150  # seconds for everything
-PATIENCE = 20  # seconds in which a collective has to end
+RESULT_TIMEOUT = 150  # seconds
+COLLECTIVE_TIMEOUT = 20  # seconds
 CONTEXT: Any = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "angular_muown", "tests.ranks"]
 )
-DIED = "ended without a word"
+DIED = "exited without a result"
 
 
 class RankError(Exception):
-    """What a rank raised, as text."""
+    """The traceback of a rank that failed."""
 
 
-def on_ranks(world: int, work: Callable[..., Any], *args: Any, patience: float = PATIENCE) -> Any:
-    """`work(*args)` on every rank; what the ranks return, in their order. A rank that raises
-    leaves a RankError in its place, and so does one that dies."""
+def on_ranks(
+    world: int, work: Callable[..., Any], *args: Any, timeout: float = COLLECTIVE_TIMEOUT
+) -> list[Any]:
+    """Run `work(*args)` on every rank and return the results in rank order.
+
+    The result of a rank that raises or dies is a RankError. `timeout` is that of collectives.
+    """
     with tempfile.TemporaryDirectory() as folder:
         pipes = [CONTEXT.Pipe(duplex=False) for _ in range(world)]
         processes = [
-            CONTEXT.Process(
-                target=_rank, args=(i, world, folder, patience, pipes[i][1], work, args)
-            )
+            CONTEXT.Process(target=_rank, args=(i, world, folder, timeout, pipes[i][1], work, args))
             for i in range(world)
         ]
         for process in processes:
@@ -56,29 +58,29 @@ def on_ranks(world: int, work: Callable[..., Any], *args: Any, patience: float =
 
 
 def _outcome(receiver: Any) -> Any:
-    if not receiver.poll(LIMIT):
-        return RankError(f"nothing for {LIMIT} seconds")
+    if not receiver.poll(RESULT_TIMEOUT):
+        return RankError(f"no result within {RESULT_TIMEOUT} seconds")
     with suppress(EOFError):
         return torch.load(io.BytesIO(receiver.recv_bytes()), weights_only=False)
     return RankError(DIED)
 
 
 def _send(sender: Any, value: Any) -> None:
-    """As bytes: shared memory would end with the rank."""
+    """Send a value as bytes: shared memory would not outlive the rank."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     sender.send_bytes(buffer.getvalue())
 
 
 def _rank(
-    rank: int, world: int, folder: str, patience: float, sender: Any, work: Any, args: Any
+    rank: int, world: int, folder: str, timeout: float, sender: Any, work: Any, args: Any
 ) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     import torch.distributed as dist
 
     store = f"file://{Path(folder) / 'store'}"
-    limit = timedelta(seconds=patience)
+    limit = timedelta(seconds=timeout)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=limit)
     try:
         _send(sender, work(*args))
@@ -91,8 +93,8 @@ def _rank(
 
 
 def results(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
-    """As `on_ranks`, where all of them have to succeed."""
-    found = on_ranks(world, work, *args)
-    for rank, outcome in enumerate(found):
+    """Run `work(*args)` like `on_ranks`, and fail the test if any rank fails."""
+    outcomes = on_ranks(world, work, *args)
+    for rank, outcome in enumerate(outcomes):
         assert not isinstance(outcome, RankError), f"rank {rank}:\n{outcome}"
-    return found
+    return outcomes

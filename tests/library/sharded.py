@@ -1,4 +1,4 @@
-"""Parameters in every placement, stepped with gradients that all ranks can compute."""
+"""Step parameters in any placement, with gradients that every rank can compute."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from angular_muown.engine import Engine
 from tests.library.family import noise, parameter
 
-# Shape of a mesh, where -1 is what is left of the ranks, and what its dimensions do with the first
-# two dimensions of a matrix: cut one of them, or None for copies.
+# The shape of a mesh (-1: all remaining ranks), and for each of its dimensions the dimension of a
+# matrix that it shards, or None if it replicates.
 Placement = tuple[tuple[int, ...], tuple[int | None, ...]]
 PLACEMENTS: dict[str, Placement] = {
     "rows": ((-1,), (0,)),
@@ -25,10 +25,9 @@ PLACEMENTS: dict[str, Placement] = {
     "columns x rows": ((2, -1), (1, 0)),
     "copies of columns": ((-1, 2), (None, 1)),
 }
-BY_ROWS = ("rows", "copies", "hsdp")  # no sum travels
 
-# Eighteen rows leave ranks with less than others, or nothing; `first` is where the matrix starts
-# among the dimensions, so that -1 is a stack spread by matrices.
+# Eighteen rows leave some ranks with fewer rows than others, or none. `first` is the dimension of
+# the parameter that a placement counts from: a stack without it is sharded by matrices.
 GROUPS: list[dict[str, Any]] = [
     {"shapes": [(18, 12), (12, 30), (10, 7), (18, 12)]},
     {"shapes": [(18, 10)], "blocks": 3},
@@ -40,10 +39,10 @@ GROUPS: list[dict[str, Any]] = [
 ]
 
 
-@cache  # a mesh brings process groups, and these bring threads
+@cache  # a mesh has process groups, and these have threads
 def mesh_of(shape: tuple[int, ...]) -> Any:
-    known = -torch.tensor(shape).prod().item()
-    sizes = [dist.get_world_size() // known if size == -1 else size for size in shape]
+    others = -torch.tensor(shape).prod().item()  # the product of all sizes but -1
+    sizes = [dist.get_world_size() // others if size == -1 else size for size in shape]
     return init_device_mesh("cpu", tuple(sizes), mesh_dim_names=("a", "b", "c")[: len(sizes)])
 
 
@@ -58,26 +57,26 @@ def whole(t: Tensor) -> Tensor:
     return (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
 
 
-def made(
+def make_groups(
     groups: Sequence[dict[str, Any]], placement: Placement | None, dtype: torch.dtype
 ) -> tuple[list[dict[str, Any]], list[tuple[nn.Parameter, int]]]:
-    """Groups for an optimizer, and their parameters with the place of the matrix in them."""
-    found: list[tuple[nn.Parameter, int]] = []
-    own = []
+    """Return groups for an optimizer, and their parameters, each with its `first`."""
+    params: list[tuple[nn.Parameter, int]] = []
+    param_groups = []
     for group in groups:
         first = group.get("first", 0)
         named = []
         for shape in group["shapes"]:
-            W = parameter(*shape, seed=len(found), dtype=dtype).detach()
+            W = parameter(*shape, seed=len(params), dtype=dtype).detach()
             p = nn.Parameter(place(W, placement, first))
-            named.append((f"w{len(found)}", p))
-            found.append((p, first))
+            named.append((f"w{len(params)}", p))
+            params.append((p, first))
         values = {key: x for key, x in group.items() if key not in ("shapes", "first")}
-        own.append({"params": named, **values})
-    return own, found
+        param_groups.append({"params": named, **values})
+    return param_groups, params
 
 
-def pull(p: Tensor, seed: int) -> Tensor:
+def noisy_gradient(p: Tensor, seed: int) -> Tensor:
     return noise(*p.shape, seed=seed, dtype=p.dtype) + 0.1 * p
 
 
@@ -88,11 +87,11 @@ def stepped(
     groups: Sequence[dict[str, Any]] = GROUPS,
     steps: int = 20,
     dtype: torch.dtype = torch.float64,
-    gradient: Callable[[Tensor, int], Tensor] = pull,
+    gradient: Callable[[Tensor, int], Tensor] = noisy_gradient,
 ) -> list[Tensor]:
-    """The weights after some steps, whole."""
-    own, params = made(groups, placement, dtype)
-    optimizer = member(own, **arguments)
+    """Return the whole weights after some steps."""
+    param_groups, params = make_groups(groups, placement, dtype)
+    optimizer = member(param_groups, **arguments)
     for t in range(steps):
         for i, (p, first) in enumerate(params):
             p.grad = place(gradient(whole(p), 1000 * t + i), placement, first)

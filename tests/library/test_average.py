@@ -14,7 +14,7 @@ from angular_muown import AngularMuown, averaging, cuda_graph, plan
 from angular_muown.engine import Engine
 from tests.library.family import FAMILY, noise, parameter, run
 from tests.library.models import BLOCKS, loss_of, tiny_lm
-from tests.library.sharded import GROUPS, made, pull
+from tests.library.sharded import GROUPS, make_groups, noisy_gradient
 
 WINDOWS = [0.1, 0.3, 2, 7, 100]
 
@@ -162,12 +162,12 @@ def test_averaging_does_not_change_steps(optimizer: type[Engine]) -> None:
 
 
 def test_averages_for_every_layout() -> None:
-    groups, params = made(GROUPS, None, torch.float64)
+    groups, params = make_groups(GROUPS, None, torch.float64)
     optimizer = AngularMuown(groups, lr=0.02, average=0.4)
     history: list[list[Tensor]] = [[] for _ in params]
     for t in range(5):
         for i, (p, _) in enumerate(params):
-            p.grad = pull(p.detach(), 1000 * t + i)
+            p.grad = noisy_gradient(p.detach(), 1000 * t + i)
         optimizer.step()
         for seen, (p, _) in zip(history, params, strict=True):
             seen.append(p.detach().clone())

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from angular_muown import AngularMuown, average, averaging
 from angular_muown.engine import Engine
-from tests.library.distributed.test_state_on_ranks import WIDTH, assert_same, planned, sharding
+from tests.library.distributed.test_state_on_ranks import WIDTH, assert_same, parallelize, planned
 from tests.library.distributed.test_state_on_ranks import Net as SmallNet
 from tests.library.params.test_state import through_a_file
 from tests.library.sharded import whole
@@ -148,7 +148,7 @@ def test_an_average_of_another_shape_is_refused() -> None:
 
 def build(way: str) -> tuple[nn.Module, nn.Module, Any]:
     net = SmallNet()
-    model = sharding(net, way)
+    model = parallelize(net, way)
     return net, model, AngularMuown(planned(net), lr=0.05, average=WINDOW)
 
 

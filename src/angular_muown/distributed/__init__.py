@@ -1,6 +1,7 @@
 """The same update on many ranks.
 
-mesh says which rank holds what; assignment chooses who orthogonalizes what; session runs a step
-that ranks share: agreement compares them first, exchange moves matrices in rounds, reductions add
-up rows and columns, collectives carry the bytes.
+mesh describes which rank holds what; assignment chooses an owner for each matrix; session runs a
+step that ranks share. In a step, agreement checks that the ranks are about to do the same,
+exchange moves matrices to their owners and back in rounds, reductions sum over sharded rows and
+columns, and collectives send the bytes.
 """

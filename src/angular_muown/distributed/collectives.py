@@ -1,7 +1,7 @@
-"""Collectives, and how an error on one rank ends a step on all of them.
+"""Collectives that end on every rank when one rank fails.
 
-Without that, the others would wait in a collective until its time limit. A rank that fails leaves
-a message in the job's store, and ranks that wait on the CPU look there once a second.
+Without this, the other ranks would wait in a collective until it times out. A failing rank leaves a
+message in the default store, and ranks that wait on the CPU poll the store once a second.
 """
 
 from collections import Counter
@@ -16,37 +16,39 @@ from torch import Tensor
 
 from angular_muown.distributed.mesh import RankGroup
 
-LOOK_EVERY = timedelta(seconds=1)
+POLL_INTERVAL = timedelta(seconds=1)
 Ranks = tuple[int, ...]
-_steps: Counter[Ranks] = Counter()  # taken by the same ranks together; the same number on each
-_watched: dict[Ranks, str] = {}  # keys of the step that is under way
+_steps: Counter[Ranks] = Counter()  # steps that these ranks took together; equal on each of them
+_watched: dict[Ranks, str] = {}  # the store's key for the step in progress
 
 
 class PeerError(RuntimeError):
-    """Another rank failed. The message is the one it left."""
+    """Another rank failed; the message is the one that rank left in the store."""
 
 
 @contextmanager
 def failing_together() -> Iterator[None]:
-    """Inside, after `watch`, an error on one rank ends the step on the ranks that share it."""
+    """Report an error in a shared step to the ranks passed to `watch`, so that they fail too."""
     try:
         yield
     except PeerError:
         raise
     except Exception as error:
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        what = f"{type(error).__name__}: {error}{notes}"
+        description = f"{type(error).__name__}: {error}{notes}"
         for key in _watched.values():
-            with suppress(Exception):  # a store that is gone must not hide the error
-                _store().set(key, f"rank {dist.get_rank()} failed in its step: {what}")
+            with suppress(Exception):  # a lost store must not hide the error
+                _store().set(key, f"rank {dist.get_rank()} failed in its step: {description}")
         raise
     finally:
         _watched.clear()
 
 
 def watch(rank_groups: Iterable[Ranks]) -> None:
-    """From here to its end, these ranks take a step together. Steps are numbered for each set of
-    ranks, so that an error that was handled does not end a later step."""
+    """Watch these ranks for errors until the current step ends.
+
+    Steps are numbered per set of ranks, so that an error that was handled does not end a later one.
+    """
     for ranks in rank_groups:
         if ranks not in _watched:
             _steps[ranks] += 1
@@ -57,11 +59,11 @@ def _store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def _look() -> None:
-    """Raise what a rank that failed has left."""
+def _raise_peer_error() -> None:
+    """Raise PeerError if a watched rank left a message in the store."""
     for key in _watched.values():
         message = b""
-        with suppress(Exception):  # the network's own error is raised then
+        with suppress(Exception):  # without a store, the collective's own error is raised
             if _store().check([key]):
                 message = _store().get(key)
         if message:
@@ -69,25 +71,26 @@ def _look() -> None:
 
 
 def wait(handle: Any, device: torch.device) -> None:
-    """Wait for a collective; on a GPU without the host."""
+    """Wait for a collective. On a GPU, the stream waits and the host does not."""
     if device.type != "cpu" or not _watched:
         handle.wait()
         return
     while True:
         try:
-            handle.wait(LOOK_EVERY)
+            handle.wait(POLL_INTERVAL)
             return
         except RuntimeError:
-            _look()  # a rank that failed is the cause of what the network reports, too
+            _raise_peer_error()  # also the cause of a network error, if a rank failed
             if handle.is_completed():
-                handle.wait()  # raises if it failed; it may just have ended
+                handle.wait()  # raises if the collective failed; it may have just succeeded
                 return
 
 
-def all_gather(to: Tensor, own: Tensor, rank_group: RankGroup) -> None:
-    """`own` of every rank, one behind the other. torch 2.13 renames its function."""
+def all_gather(output: Tensor, part: Tensor, rank_group: RankGroup) -> None:
+    """Concatenate every rank's part in `output`."""
+    # torch 2.13 renames its function.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    wait(gather(to, own, group=rank_group.group, async_op=True), to.device)
+    wait(gather(output, part, group=rank_group.group, async_op=True), output.device)
 
 
 def all_reduce(t: Tensor, rank_group: RankGroup, op: Any) -> None:
@@ -95,17 +98,19 @@ def all_reduce(t: Tensor, rank_group: RankGroup, op: Any) -> None:
 
 
 def swap(
-    out: list[list[Tensor]], sizes: list[int], group: Any, device: torch.device
+    outgoing: list[list[Tensor]], sizes: list[int], group: Any, device: torch.device
 ) -> Callable[[], list[Tensor]]:
-    """Send a list of byte tensors to each rank of a group; `sizes` come from each. Returns at
-    once; the result waits, on a GPU without the host."""
-    counts = [sum(t.numel() for t in to) for to in out]
-    flat = [t for to in out for t in to]
+    """Start an all-to-all: send a list of byte tensors to each rank, receive `sizes` bytes from it.
+
+    Return a function that waits for the result (on a GPU, without blocking the host).
+    """
+    counts = [sum(t.numel() for t in tensors) for tensors in outgoing]
+    flat = [t for tensors in outgoing for t in tensors]
     send = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8, device=device)
     received = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
     handle: Any = dist.all_to_all_single(received, send, sizes, counts, group=group, async_op=True)
 
-    def finish(kept: Tensor = send) -> list[Tensor]:
+    def finish(_send: Tensor = send) -> list[Tensor]:  # keeps the buffer alive until then
         wait(handle, device)
         return list(received.split(sizes))
 

@@ -9,7 +9,6 @@ owners work on one round, the next one is in transit.
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, promote_types
@@ -49,7 +48,7 @@ class SharedParameter:
 
     @property
     def iterates(self) -> bool:
-        """True if products of matrices are all that the polar factor takes."""
+        """True if the polar factor is computed by matrix products alone."""
         is_iteration = isinstance(self.recipe.orthogonalize, Iteration)
         return is_iteration and not self.recipe.tangent.needs_directions
 
@@ -95,6 +94,8 @@ class Exchange:
 
 @dataclass
 class Round:
+    """Tasks that travel to their owners and back together."""
+
     exchange: Exchange
     tasks: list[int]
     paused: list[PausedStack]
@@ -133,7 +134,7 @@ class Round:
         mine = self._owned_by(shards.index)
         whole = self._assemble(mine) if shards.communicates else self.operands
         self.operands = {}
-        batches: dict[Any, list[int]] = defaultdict(list)
+        batches: dict[tuple[int, int, int, torch.dtype], list[int]] = defaultdict(list)
         for i in mine:
             task, shared = self._task(i), self._shared(i)
             batches[task.m, task.n, shared.index, shared.wire_dtype].append(i)
@@ -175,9 +176,9 @@ class Round:
         shards = self.exchange.sharding.shards
         if self.received is not None:
             for place, buffer in enumerate(self.received()):
-                at = 0
+                offset = 0
                 for i in self._owned_by(place):
-                    self.results[i], at = self._unpack(i, buffer, at, shards.index)
+                    self.results[i], offset = self._unpack(i, buffer, offset, shards.index)
         if self.exchange.sharding.replicas.communicates:
             self._share_with_replicas()
         for stack, tasks, equation in self.paused:
@@ -187,30 +188,30 @@ class Round:
         """Gather what the owners in each copy computed for this rank's part."""
         replicas, place = self.exchange.sharding.replicas, self.exchange.sharding.shards.index
         size, device = int(self.exchange.plan.gathered(self.tasks)[place]), self.exchange.device
-        own = torch.zeros(size, dtype=torch.uint8, device=device)
+        mine = torch.zeros(size, dtype=torch.uint8, device=device)
         packed = [self._pack(i, self.results[i]) for i in self._owned_in_copy(replicas.index)]
         if packed:
-            torch.cat(packed, out=own[: sum(t.numel() for t in packed)])
+            torch.cat(packed, out=mine[: sum(t.numel() for t in packed)])
         gathered = torch.empty(replicas.size * size, dtype=torch.uint8, device=device)
         if size:  # copies of an empty part have nothing to send
-            all_gather(gathered, own, replicas)
+            all_gather(gathered, mine, replicas)
         for copy in range(replicas.size):
-            buffer, at = gathered[copy * size : (copy + 1) * size], 0
+            buffer, offset = gathered[copy * size : (copy + 1) * size], 0
             for i in self._owned_in_copy(copy):
-                self.results[i], at = self._unpack(i, buffer, at, place)
+                self.results[i], offset = self._unpack(i, buffer, offset, place)
 
     def _assemble(self, mine: list[int]) -> dict[int, tuple[Tensor, ...]]:
-        """Put received parts together to whole matrices."""
+        """Assemble whole matrices from the received parts."""
         assert self.received is not None
         buffers, whole = self.received(), {}
-        at = [0] * len(buffers)
+        offsets = [0] * len(buffers)
         for i in mine:
             task, dtype = self._task(i), self._shared(i).wire_dtype
             operands = []
             for _ in range(self._operand_count(i)):
                 X = torch.empty(task.m, task.n, dtype=dtype, device=self.exchange.device)
                 for place, buffer in enumerate(buffers):
-                    part, at[place] = self._unpack(i, buffer, at[place], place)
+                    part, offsets[place] = self._unpack(i, buffer, offsets[place], place)
                     _part(X, task.parts[place]).copy_(part)
                 operands.append(X)
             whole[i] = tuple(operands)
@@ -223,11 +224,11 @@ class Round:
         return self.exchange.parameter_of[i]
 
     def _owned_by(self, place: int) -> list[int]:
-        """Tasks of the owner at a place in this rank's copy."""
+        """Return the tasks of the owner at a place in this rank's copy."""
         return self.by_owner.get((self.exchange.sharding.replicas.index, place), [])
 
     def _owned_in_copy(self, copy: int) -> list[int]:
-        """Tasks of all owners in a copy, owner by owner."""
+        """Return the tasks of all owners in a copy, owner by owner."""
         places = range(self.exchange.plan.places)
         return [i for place in places for i in self.by_owner.get((copy, place), ())]
 
@@ -242,11 +243,11 @@ class Round:
         # Not flatten(): a contiguous tensor of one entry may have any stride.
         return part.as_strided((part.numel(),), (1,)).view(torch.uint8)
 
-    def _unpack(self, i: int, buffer: Tensor, at: int, place: int) -> tuple[Tensor, int]:
-        """Return the part that starts at byte `at`, and the byte where the next one starts."""
-        task, stop = self._task(i), at + self._part_bytes(i, place)
-        data = buffer[at:stop]
-        if data.storage_offset() % task.width:  # not aligned, after narrower entries
+    def _unpack(self, i: int, buffer: Tensor, start: int, place: int) -> tuple[Tensor, int]:
+        """Return the part that starts at byte `start`, and the byte where the next part starts."""
+        task, stop = self._task(i), start + self._part_bytes(i, place)
+        data = buffer[start:stop]
+        if data.storage_offset() % task.width:  # unaligned, because it follows narrower entries
             data = data.clone()
         (top, bottom), (left, right) = task.parts[place].rows, task.parts[place].columns
         return data.view(self._shared(i).wire_dtype).view(bottom - top, right - left), stop

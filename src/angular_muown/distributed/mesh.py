@@ -1,7 +1,7 @@
 """Which ranks hold which part of a parameter and of its state.
 
-All of it follows from a DTensor's mesh and placements, by arithmetic: no rank is asked. A plain
-tensor is the case with nothing elsewhere.
+Everything is computed from a DTensor's mesh and placements, without communication. A plain tensor
+is the special case in which this rank holds everything.
 """
 
 from collections.abc import Sequence
@@ -30,17 +30,17 @@ def is_sharded(t: Tensor) -> "TypeGuard[DTensor]":
 
 
 def local(t: Tensor) -> Tensor:
-    """This rank's part; t itself where it is plain."""
+    """Return this rank's part of a DTensor, or a plain tensor itself."""
     return t.to_local() if is_sharded(t) else t
 
 
 def whole(t: Tensor) -> Tensor:
-    """The global tensor, by communication; t itself where it is plain."""
+    """Gather a DTensor from all ranks; return a plain tensor itself."""
     return t.full_tensor() if is_sharded(t) else t
 
 
 def local_gradient(p: Tensor) -> Tensor:
-    """Of this rank's part of p; zeros where p has none."""
+    """Return the gradient of this rank's part of p, or zeros if p has no gradient."""
     if p.grad is None:
         return torch.zeros_like(local(p))
     if is_sharded(p) and is_sharded(p.grad) and p.grad.placements != p.placements:
@@ -49,7 +49,8 @@ def local_gradient(p: Tensor) -> Tensor:
 
 
 def dimension(placement: Any) -> int | None:
-    """Which dimension of a tensor a placement spreads. torch has two classes that spread."""
+    """Return the tensor dimension that a placement shards, or None."""
+    # Shard and _StridedShard have `dim`; Replicate and Partial do not.
     return getattr(placement, "dim", None)
 
 
@@ -59,10 +60,10 @@ def ranges_of(
     placements: Sequence[Any],
     coordinate: Sequence[int],
 ) -> list[Interval]:
-    """What the rank at a coordinate of the mesh holds, in every dimension: chunks of chunks, by
-    ceil division, so that the last ranks may hold less, or nothing.
+    """Return the range of each dimension that the rank at a mesh coordinate holds.
 
-    A strided shard (FSDP2 over tensor parallel) cuts what the ones right of it have cut already.
+    Chunks are rounded up, so the last ranks may hold less, or nothing. A strided shard (FSDP2 on
+    top of tensor parallelism) splits what the placements to its right have already split.
     """
     strided = [i for i, kind in enumerate(placements) if hasattr(kind, "split_factor")]
     plain = [i for i in range(len(placements)) if i not in strided]
@@ -78,8 +79,10 @@ def ranges_of(
 
 
 def shard_like(p: Tensor, value: Tensor, layout: Layout, name: str = "") -> Tensor:
-    """A whole value, which every rank has, placed as p is, or as its state vector `name` has to
-    be. No communication."""
+    """Shard a whole tensor, which every rank has, without communication.
+
+    It is placed like p, or, with `name`, like that state vector of p.
+    """
     if not is_sharded(p):
         return value
     placements = list(p.placements)
@@ -87,14 +90,16 @@ def shard_like(p: Tensor, value: Tensor, layout: Layout, name: str = "") -> Tens
         placements = [vector_placement(p, kind, layout, name) for kind in placements]
     ranges = ranges_of(value.shape, p.device_mesh.shape, placements, own_coordinate(p))
     part = value[tuple(slice(*r) for r in ranges)]
-    part = part.clone(memory_format=torch.contiguous_format)  # a view would keep all of it
+    part = part.clone(
+        memory_format=torch.contiguous_format
+    )  # a view would keep all of `value` alive
     return as_part(part, p, value.shape, placements)
 
 
 def as_part(
     part: Tensor, p: "DTensor", shape: Sequence[int], placements: Sequence[Any]
 ) -> "DTensor":
-    """This rank's part of a tensor of that shape on p's mesh."""
+    """Wrap this rank's part of a tensor with a global shape as a DTensor on p's mesh."""
     from torch.distributed.tensor import DTensor
 
     stride = torch.empty(shape, device="meta").stride()
@@ -106,13 +111,15 @@ def as_part(
 
 def own_coordinate(p: "DTensor") -> Sequence[int]:
     coordinate = p.device_mesh.get_coordinate()
-    assert coordinate is not None, "a rank outside of a parameter's mesh has no part to step"
+    assert coordinate is not None, "a rank outside a parameter's mesh has no part of it"
     return coordinate
 
 
 def vector_placement(p: "DTensor", placement: Any, layout: Layout, name: str) -> Any:
-    """A state vector lies over ranks as its parameter does, where it spans what is spread;
-    otherwise every rank has it."""
+    """Return the placement of a state vector for one placement of its parameter.
+
+    The vector is sharded if it has entries along the sharded dimension, and replicated otherwise.
+    """
     from torch.distributed.tensor import Replicate
 
     along = dimension(placement)
@@ -131,7 +138,7 @@ def vector_placement(p: "DTensor", placement: Any, layout: Layout, name: str) ->
 
 
 def _check_channels(p: "DTensor", along: int, layout: Layout, why: str) -> None:
-    """A vector is cut into equal parts wherever that falls, also inside the kernel of a channel."""
+    """Raise if an even split of a state vector would fall inside the kernel of a channel."""
     parts = prod(
         size
         for size, kind in zip(p.device_mesh.shape, p.placements, strict=True)
@@ -140,14 +147,14 @@ def _check_channels(p: "DTensor", along: int, layout: Layout, why: str) -> None:
     shards = layout.view == "conv" and along == 1 and prod(p.shape[2:]) > 1
     if shards and p.shape[1] % parts:
         raise ValueError(
-            f"a convolution of shape {tuple(p.shape)} is spread along dimension 1, {p.shape[1]} "
-            f"channels over {parts} ranks, but {why} of its matrix: shard dimension 0, or over a "
+            f"a convolution of shape {tuple(p.shape)} is sharded along dimension 1, {p.shape[1]} "
+            f"channels across {parts} ranks, but {why} of its matrix: shard dimension 0, or use a "
             f"number of ranks that divides {p.shape[1]}"
         )
 
 
 def zeros_like(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """Contiguous zeros, spread over ranks as t is."""
+    """Return contiguous zeros, sharded like t."""
     if is_sharded(t):
         part = torch.zeros(local(t).shape, dtype=dtype, device=t.device)
         return as_part(part, t, t.shape, t.placements)
@@ -164,12 +171,12 @@ def zero_vector(p: Tensor, layout: Layout, name: str, dtype: torch.dtype) -> Ten
     return as_part(part, p, shape, placements)
 
 
-# Spread: the ranks that hold parts or copies of the same matrices, and what each of them holds.
+# Sharding: the ranks that hold parts or copies of the same matrices, and what each of them holds.
 
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks that act together, in the order of their process group, and this one's place."""
+    """Ranks that communicate, in the order of their process group, and this rank's index."""
 
     ranks: tuple[int, ...]
     index: int
@@ -181,19 +188,18 @@ class RankGroup:
 
     @property
     def communicates(self) -> bool:
-        """Whether there is anything to tell one another. One rank has no group, unless a test
-        wants to see it talk to itself."""
+        """True if there is a process group. A single rank has one only in a test."""
         return self.group is not None
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How the matrices of a parameter lie over ranks that share the work on them."""
+    """How the matrices of a parameter are sharded and replicated across ranks."""
 
     shards: RankGroup  # hold the parts of one copy
     replicas: RankGroup  # hold copies of this part
     everyone: RankGroup  # both
-    windows: tuple[Slice2D, ...]  # of each rank inside
+    windows: tuple[Slice2D, ...]  # of each rank in `shards`
     row_groups: tuple[RankGroup, ...] = ()  # hold other columns of this part's rows
     column_groups: tuple[RankGroup, ...] = ()  # hold other rows of this part's columns
 
@@ -206,14 +212,20 @@ class Sharding:
         return {}
 
     def parts_of(self, block: Slice2D) -> tuple[Slice2D, ...]:
-        """What each rank inside has of a block; one object for a block, however often asked."""
+        """Return each shard's part of a block.
+
+        Equal blocks get the same tuple object: `Assignment` caches sizes by its identity.
+        """
         if block not in self._parts:
             self._parts[block] = tuple(window.of_block(block) for window in self.windows)
         return self._parts[block]
 
 
 def sharding_of(p: Tensor, layout: Layout, copies: RankGroup | None, name: str) -> Sharding | None:
-    """None where this rank steps its part of p without the others. A plain p has `copies`."""
+    """Return how p is sharded, or None if this rank steps its part alone.
+
+    `copies` are the ranks that hold copies of a plain p.
+    """
     if is_sharded(p):
         return _sharding_on_mesh(p, layout, name)
     if copies is None:
@@ -233,8 +245,8 @@ def _sharding_on_mesh(p: "DTensor", layout: Layout, name: str) -> Sharding | Non
             continue
         if placement.is_partial():
             raise ValueError(
-                f"parameter {name!r} has the placement {placement} on {mesh}: a parameter is "
-                "sharded or replicated"
+                f"parameter {name!r} has the placement {placement} on {mesh}: a parameter "
+                "must be sharded or replicated"
             )
         along = dimension(placement)
         axes[i] = None if along is None else _axis(layout, along, p.ndim, name)
@@ -265,24 +277,25 @@ def _axis(layout: Layout, along: int, dimensions: int, name: str) -> str:
 def _windows(
     p: "DTensor", layout: Layout, shards: list[int], rank_group: RankGroup, name: str
 ) -> list[Slice2D]:
-    mesh, own = p.device_mesh, list(own_coordinate(p))
-    sizes_of_mesh, placements, shape = mesh.shape, p.placements, p.shape
-    ranks = mesh.mesh.numpy()  # a property that computes: not once for every rank
-    found: dict[int, Slice2D] = {}
-    for at in product(*(range(mesh.size(i)) for i in shards)):
-        coordinate = list(own)
-        for i, place in zip(shards, at, strict=True):
+    """Return the window of each rank in the group, in the group's order."""
+    mesh, my_coordinate = p.device_mesh, list(own_coordinate(p))
+    # Read once, not once per rank: mesh.mesh is computed on every access.
+    mesh_shape, placements, shape, ranks = mesh.shape, p.placements, p.shape, mesh.mesh.numpy()
+    windows: dict[int, Slice2D] = {}
+    for places in product(*(range(mesh.size(i)) for i in shards)):
+        coordinate = list(my_coordinate)
+        for i, place in zip(shards, places, strict=True):
             coordinate[i] = place
-        ranges = ranges_of(shape, sizes_of_mesh, placements, coordinate)
-        found[int(ranks[tuple(coordinate)])] = layout.window(ranges, shape)
+        ranges = ranges_of(shape, mesh_shape, placements, coordinate)
+        windows[int(ranks[tuple(coordinate)])] = layout.window(ranges, shape)
         sizes = tuple(stop - start for start, stop in ranges)
-        if coordinate == own and sizes != tuple(local(p).shape):
+        if coordinate == my_coordinate and sizes != tuple(local(p).shape):
             raise ValueError(
                 f"parameter {name!r} (shape {tuple(p.shape)}) with placements {p.placements} on "
-                f"{mesh} should have a part of shape {sizes} here, but it has "
-                f"{tuple(local(p).shape)}: such a sharding is not known"
+                f"{mesh} should have a part of shape {sizes} on this rank, but its part has shape "
+                f"{tuple(local(p).shape)}: this sharding is not supported"
             )
-    return [found[rank] for rank in rank_group.ranks]
+    return [windows[rank] for rank in rank_group.ranks]
 
 
 def rank_group_of(group: Any) -> RankGroup:
@@ -290,10 +303,10 @@ def rank_group_of(group: Any) -> RankGroup:
 
 
 def ranks_along(mesh: Any, dims: list[int]) -> RankGroup:
-    """The ranks that differ from this one along some dimensions of a mesh."""
-    own = list(mesh.get_coordinate())
-    at = tuple(slice(None) if i in dims else own[i] for i in range(mesh.ndim))
-    ranks = mesh.mesh[at].flatten().tolist()
+    """Return the ranks whose mesh coordinates equal this rank's, except along `dims`."""
+    coordinate = list(mesh.get_coordinate())
+    index = tuple(slice(None) if i in dims else coordinate[i] for i in range(mesh.ndim))
+    ranks = mesh.mesh[index].flatten().tolist()
     if len(ranks) == 1:
         return RankGroup((ranks[0],), 0)
     group = _group(mesh, dims)
@@ -307,5 +320,5 @@ def _group(mesh: Any, dims: list[int]) -> Any:
     if prod(mesh.size(i) for i in dims) == dist.get_world_size():
         return dist.group.WORLD
     if mesh.mesh_dim_names is None:
-        raise ValueError(f"{mesh} has no names for its dimensions: give it mesh_dim_names")
+        raise ValueError(f"{mesh} has no dimension names: create it with mesh_dim_names")
     return mesh[tuple(mesh.mesh_dim_names[i] for i in dims)]._flatten().get_group()

@@ -1,4 +1,4 @@
-"""Sums over matrices of which this rank holds a part: other ranks' parts are added.
+"""Reductions over sharded matrices, across the ranks that hold their parts.
 
 If rows are sharded (FSDP2), each row is entirely on one rank, and only sums over a whole matrix
 need communication. If columns are sharded (a row-parallel layer), row sums do: one number per row.
@@ -18,6 +18,8 @@ from angular_muown.stages.reductions import Reductions
 
 @dataclass(frozen=True)
 class ShardedReductions(Reductions):
+    """Reductions over matrices that are sharded across ranks."""
+
     sides: tuple[int, int]  # m and n of the whole matrices
     row_groups: tuple[RankGroup, ...]  # hold other columns of this rank's rows
     column_groups: tuple[RankGroup, ...]  # hold other rows of this rank's columns
@@ -47,7 +49,7 @@ class ShardedReductions(Reductions):
 
 
 def _at_least_one(X: Tensor, dim: int) -> Tensor:
-    """amax over an empty dimension is undefined; use 0."""
+    """Return X, or zeros if `dim` is empty: amax over an empty dimension is undefined."""
     shape = list(X.shape)
     shape[dim] = 1
     return X if X.shape[dim] else X.new_zeros(shape)
@@ -73,7 +75,7 @@ def _reduce(t: Tensor, rank_groups: Iterable[RankGroup], op: dist.ReduceOp.RedOp
 def any_rank(flags: Sequence[bool], params: Sequence[Tensor]) -> list[bool]:
     """For each flag, True if it is true on any rank that holds parts of these parameters.
 
-    A rank on which all flags are true does not wait for the others.
+    If all flags are true on this rank, its host does not wait for the device.
     """
     result = torch.tensor(flags, dtype=torch.float32)
     meshes = {p.device_mesh: local(p).device for p in params if is_sharded(p)}

@@ -2,7 +2,7 @@
 
 Every rank goes through the same collectives whether or not it has gradients: their sizes follow
 from shapes alone, and a parameter without a gradient takes part with zeros and keeps its values.
-Ranks that disagree therefore get an error, and none of them hangs.
+Ranks that disagree therefore raise an error instead of hanging.
 """
 
 from collections import defaultdict
@@ -35,14 +35,14 @@ from angular_muown.update import Observer, Recipe, resume, update
 
 
 class ExchangeGroup:
-    """Parameters that are sharded over the same ranks, with copies on the same ranks."""
+    """Parameters that are sharded and replicated across the same ranks."""
 
     def __init__(self, members: Sequence[SharedParameter]) -> None:
         self.key = key_of(members)
-        self.sharding = members[0].sharding  # rank groups are equal for all, windows are not
+        self.sharding = members[0].sharding  # all members have its rank groups, not its windows
         numbered = [(task, k) for k, shared in enumerate(members) for task in tasks_of(shared)]
         self.member_of = [k for _, k in numbered]  # by task
-        # By whole matrices, not by parts, which differ: all ranks must plan the same rounds.
+        # Sizes of whole matrices: parts differ, and all ranks must plan the same rounds.
         sizes = [members[k].group["workspace"] * task.bytes for task, k in numbered]
         places, copies = self.sharding.shards.size, self.sharding.replicas.size
         tasks = tuple(task for task, _ in numbered)
@@ -64,14 +64,14 @@ class ExchangeGroup:
         for stack, ids, equation in start(plan.summed):
             X, _ = next(equation)
             iteration = parameter_of[ids[0]].recipe.orthogonalize
-            assert isinstance(iteration, Iteration), "`may_sum` holds for iterations alone"
+            assert isinstance(iteration, Iteration), "only iterations can sum Gram matrices"
             resume(equation, iteration.of_part(X, stack.reductions))
         Exchange(self.sharding, plan, parameter_of, observers, start).run_rounds()
 
     def _stacks(
         self, tasks: list[int], views: list[MatrixView], parameter_of: list[SharedParameter]
     ) -> Iterator[tuple[Stack, list[int]]]:
-        """As `stacks.stacks`, with an order and a choice that are the same on every rank."""
+        """Stack views like `stacks.stacks`, in the same order and batches on every rank."""
         kinds: dict[Any, list[int]] = defaultdict(list)
         for i in tasks:
             kinds[parameter_of[i].index, self.plan.tasks[i].parts, kind_of(views[i])].append(i)
@@ -84,13 +84,13 @@ class ExchangeGroup:
 
 
 def views_of(shared: SharedParameter) -> Iterator[MatrixView]:
-    """The matrices of a parameter one by one, in the order of `tasks_of`."""
+    """Yield the matrices of a parameter one by one, in the order of `tasks_of`."""
     for view in shared.opened.views(shared.recipe.state_names):
         yield from view.per_matrix
 
 
 def tasks_of(shared: SharedParameter) -> list[MatrixTask]:
-    """The matrices of a parameter, block by block."""
+    """Return the tasks of a parameter's matrices, block by block."""
     layout, sharding = shared.layout, shared.sharding
     count = layout.canonical(local(shared.parameter)).shape[0]
     width = shared.wire_dtype.itemsize
@@ -111,7 +111,7 @@ def tasks_of(shared: SharedParameter) -> list[MatrixTask]:
 
 
 def key_of(members: Sequence[SharedParameter]) -> Any:
-    """Everything that a plan depends on."""
+    """Return everything that a plan depends on."""
     return [
         (
             (shared.name, shared.parameter.shape, shared.parameter.dtype),
@@ -127,11 +127,11 @@ def key_of(members: Sequence[SharedParameter]) -> Any:
 
 
 def holders_of_copies(p: Tensor, process_group: Any) -> RankGroup | None:
-    """Ranks that share the work on a plain parameter because each has a copy of it."""
+    """Return the ranks that share the work on a plain parameter, if they hold copies of it."""
     if process_group is False or not has_ranks():
         return None
     if process_group is None and runs_on(p.device):
-        return None  # the kernels step a copy faster than its result could be fetched
+        return None  # the kernels step each copy faster than a result arrives from another rank
     rank_group = rank_group_of(dist.group.WORLD if process_group is None else process_group)
     return rank_group if rank_group.size > 1 else None
 
@@ -141,7 +141,7 @@ def plan_of(shared: Sequence[SharedParameter]) -> ExchangePlan:
 
 
 def rank_groups_of(p: Tensor, process_group: Any) -> Sequence[RankGroup]:
-    """Ranks that own other matrices of p than this one."""
+    """Return the groups of ranks that own other matrices of p than this rank."""
     if is_sharded(p):
         return [ranks_along(p.device_mesh, [i]) for i in range(p.device_mesh.ndim)]
     rank_group = holders_of_copies(p, process_group)
@@ -156,7 +156,7 @@ class ExchangeSession:
 
     def __init__(self) -> None:
         self.groups: dict[Any, ExchangeGroup] = {}
-        self.ranks: list[tuple[int, ...]] = []  # each set of ranks that shared the last step
+        self.ranks: list[tuple[int, ...]] = []  # the sets of ranks that shared the last step
         # by group and position in it: what the sharding depends on, and the sharding
         self.cached: dict[tuple[int, int], tuple[Any, Sharding | None]] = {}
         self.by_placement: dict[Any, Sharding | None] = {}  # one for all equal placements
@@ -167,18 +167,18 @@ class ExchangeSession:
         """Return the group's parameters that are sharded, or that ranks hold copies of."""
         layout, result = Layout.of(group), []
         names = parameter_names(group, index)
-        for at, (p, name) in enumerate(zip(group["params"], names, strict=True)):
+        for position, (p, name) in enumerate(zip(group["params"], names, strict=True)):
             copies = None if is_sharded(p) else holders_of_copies(p, process_group)
             if (copies is None and not is_sharded(p)) or p.ndim < 2:  # flattened: refused later
                 continue
             place = (p.device_mesh, p.placements) if is_sharded(p) else (copies,)
             key = (layout, p.shape, *place)
-            cached = self.cached.get((index, at))
+            cached = self.cached.get((index, position))
             if cached is None or cached[0] != key:
                 placement = (*key, local(p).shape)
                 if placement not in self.by_placement:
                     self.by_placement[placement] = sharding_of(p, layout, copies, name)
-                cached = self.cached[index, at] = (key, self.by_placement[placement])
+                cached = self.cached[index, position] = (key, self.by_placement[placement])
             if cached[1] is not None:
                 member = SharedParameter(
                     name, p, cached[1], layout, recipe, group, index, seed(group)

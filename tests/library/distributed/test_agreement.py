@@ -1,4 +1,4 @@
-"""Ranks that do not do the same get an error that says so; none of them waits for ever."""
+"""Ranks that disagree get an error that names the difference; no rank hangs."""
 
 import os
 import signal
@@ -16,14 +16,14 @@ from angular_muown.distributed import collectives
 from angular_muown.engine import Engine
 from angular_muown.stages import orthogonalize
 from tests.library.family import noise, parameter
-from tests.library.sharded import PLACEMENTS, made, place, stepped, whole
+from tests.library.sharded import PLACEMENTS, make_groups, place, stepped, whole
 from tests.ranks import DIED, RankError, on_ranks, results
 
 
 def optimizer_of(name: str | None, count: int = 3) -> tuple[AngularMuown, list[nn.Parameter]]:
     placement = None if name is None else PLACEMENTS[name]
-    own, params = made([{"shapes": [(6, 5)] * count}], placement, torch.float64)
-    optimizer = AngularMuown(own, lr=0.1)
+    groups, params = make_groups([{"shapes": [(6, 5)] * count}], placement, torch.float64)
+    optimizer = AngularMuown(groups, lr=0.1)
     for i, (p, _) in enumerate(params):
         p.grad = place(noise(6, 5, seed=i), placement)
     return optimizer, [p for p, _ in params]
@@ -40,18 +40,17 @@ def without_gradient(name: str | None, on: tuple[int, ...]) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", ["rows", "columns", "copies", None])
-def test_a_parameter_without_gradient_stays(name: str | None) -> None:
+def test_a_parameter_without_a_gradient_keeps_its_values(name: str | None) -> None:
     assert results(2, without_gradient, name, (0, 1)) == [[False, True, False]] * 2
 
 
 @pytest.mark.parametrize("name", ["rows", "hsdp", None])
-def test_a_gradient_that_one_rank_lacks(name: str | None) -> None:
+def test_a_gradient_missing_on_one_rank_is_an_error_on_all(name: str | None) -> None:
     began = time.monotonic()
-    found = on_ranks(2, without_gradient, name, (1,))
-    for outcome in found:
+    for outcome in on_ranks(2, without_gradient, name, (1,)):
         assert isinstance(outcome, RankError)
         assert "parameter 'w1' has a gradient on ranks [0] and none on ranks [1]" in str(outcome)
-    assert time.monotonic() - began < 30, "nobody waited for a time-out"
+    assert time.monotonic() - began < 30, "no rank waited for a timeout"
 
 
 def disagree(how: str) -> None:
@@ -61,7 +60,7 @@ def disagree(how: str) -> None:
     elif how == "method":
         optimizer, _ = optimizer_of("rows")
         optimizer.param_groups[0]["orthogonalize"] = ("svd", "gram")[rank]
-    elif how == "inside":  # of a stage
+    elif how == "inner stage":
         optimizer, _ = optimizer_of("rows")
         optimizer.param_groups[0]["radius"] = ("adam", "fixed")[rank]
     elif how == "workspace":
@@ -71,7 +70,7 @@ def disagree(how: str) -> None:
         optimizer, params = optimizer_of("rows")
         if rank == 0:
             AngleMonitor(nn.ParameterList(params), optimizer)
-    elif how == "later":  # one of them makes a new plan
+    elif how == "later":  # one rank makes a new plan
         optimizer, _ = optimizer_of("rows")
         optimizer.step()
         if rank == 0:
@@ -83,22 +82,31 @@ def disagree(how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
-        ("count", "number 2 is not observed on rank 0 and w2 (6, 5) torch.float64, plain"),
-        ("method", "number 0 is w0 (6, 5) torch.float64, (Shard(dim=0),) on (2,), svd Oblique"),
-        ("inside", "polar_express Oblique AsIs Adam Free"),
+        (
+            "count",
+            "entry 2 of the plan is not observed on rank 0 and w2 (6, 5) torch.float64, plain",
+        ),
+        (
+            "method",
+            "entry 0 of the plan is w0 (6, 5) torch.float64, (Shard(dim=0),) on (2,), svd Oblique",
+        ),
+        ("inner stage", "polar_express Oblique AsIs Adam Free"),
         ("workspace", "workspace 0.25 on rank 0 and w0"),
-        ("monitor", "number 3 is observed by a monitor on rank 0 and not observed on rank 1"),
+        (
+            "monitor",
+            "entry 3 of the plan is observed by a monitor on rank 0 and not observed on rank 1",
+        ),
         ("later", "workspace 0.5 on rank 0 and w0"),
-        ("gradients", "the gradient of parameter 'w2' is not the same on ranks"),
+        ("gradients", "the gradient of parameter 'w2' differs between ranks"),
     ],
 )
-def test_ranks_that_disagree_are_told_what_about(how: str, said: str) -> None:
+def test_the_error_names_what_ranks_disagree_about(how: str, message: str) -> None:
     began = time.monotonic()
     for outcome in on_ranks(2, disagree, how):
         assert isinstance(outcome, RankError)
-        assert said in str(outcome)
+        assert message in str(outcome)
         assert "process_group=False" in str(outcome)
     assert time.monotonic() - began < 30
 
@@ -109,47 +117,47 @@ def stepped_conv(member: type[Engine], values: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("member", "values", "said"),
+    ("member", "values", "reason"),
     [
         (MagnitudeDirection, {}, "column_gain has an entry for every column"),
         (AngularMuown, {"transposed": True}, "exp_avg has an entry for every row"),
     ],
 )
-def test_channels_that_ranks_do_not_divide(member: Any, values: Any, said: str) -> None:
-    """A state vector with an entry for each place of a kernel would be cut elsewhere."""
+def test_channels_must_divide_evenly_among_ranks(member: Any, values: Any, reason: str) -> None:
+    """An even split of a state vector would fall inside a kernel."""
     for outcome in on_ranks(4, stepped_conv, member, values):
         assert isinstance(outcome, RankError)
-        assert "a convolution of shape (12, 6, 3, 1) is spread along dimension 1" in str(outcome)
-        assert f"6 channels over 4 ranks, but {said}" in str(outcome)
+        assert "a convolution of shape (12, 6, 3, 1) is sharded along dimension 1" in str(outcome)
+        assert f"6 channels across 4 ranks, but {reason}" in str(outcome)
         assert "shard dimension 0" in str(outcome)
 
 
-def after_a_refusal() -> list[bool]:
-    """AdamW's parameters and clocks are where they were, too."""
+def unchanged_after_an_error() -> list[bool]:
+    """For AdamW's parameter and for the step counters: True if the error left them unchanged."""
     optimizer, params = optimizer_of("rows")
     other = parameter(4, 3)
     optimizer.add_param_group({"params": [("other", other)], "algorithm": "adamw"})
     other.grad = noise(4, 3, seed=9)
     optimizer.step()
-    before, clocks = other.detach().clone(), [g["step"] for g in optimizer.param_groups]
+    before, steps = other.detach().clone(), [g["step"] for g in optimizer.param_groups]
     if dist.get_rank() == 1:
         params[0].grad = None
     try:
         optimizer.step()
     except RuntimeError:
         after = [g["step"] for g in optimizer.param_groups]
-        return [torch.equal(before, other.detach()), clocks == after]
+        return [torch.equal(before, other.detach()), steps == after]
     return []
 
 
-def test_a_refused_step_moves_nothing() -> None:
-    assert results(2, after_a_refusal) == [[True, True]] * 2
+def test_a_step_that_raises_changes_nothing() -> None:
+    assert results(2, unchanged_after_an_error) == [[True, True]] * 2
 
 
 def warmed_up() -> list[int]:
-    """Rank 3 has no row of six, and so no gradient that is not zero."""
-    own, params = made([{"shapes": [(6, 5)]}], PLACEMENTS["rows"], torch.float64)
-    optimizer = AngularMuown(own, lr=0.1)
+    """Rank 3 of 4 has none of the six rows, and therefore no nonzero gradient."""
+    groups, params = make_groups([{"shapes": [(6, 5)]}], PLACEMENTS["rows"], torch.float64)
+    optimizer = AngularMuown(groups, lr=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 2)
     for step in range(2):
         for p, _ in params:
@@ -159,7 +167,7 @@ def warmed_up() -> list[int]:
     return [group["step"] for group in optimizer.param_groups]
 
 
-def test_a_first_step_at_rate_zero_is_one_for_all_ranks() -> None:
+def test_a_first_step_with_lr_zero_counts_on_all_ranks() -> None:
     assert results(4, warmed_up) == [[2]] * 4
 
 
@@ -169,19 +177,19 @@ def killed() -> str:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     optimizer.step()
-    return "went on"
+    return "continued"
 
 
-def test_a_killed_rank_ends_the_others_in_time() -> None:
+def test_other_ranks_fail_soon_after_a_rank_is_killed() -> None:
     began = time.monotonic()
-    found = on_ranks(3, killed, patience=8)
-    assert str(found[1]) == DIED
-    assert isinstance(found[0], RankError)
-    assert isinstance(found[2], RankError)
+    outcomes = on_ranks(3, killed, timeout=8)
+    assert str(outcomes[1]) == DIED
+    assert isinstance(outcomes[0], RankError)
+    assert isinstance(outcomes[2], RankError)
     assert time.monotonic() - began < 40
 
 
-def each_by_itself() -> torch.Tensor:
+def stepped_alone() -> torch.Tensor:
     p = parameter(6, 5)
     optimizer = AngularMuown([p], lr=0.1, process_group=False)
     p.grad = noise(6, 5, seed=dist.get_rank())
@@ -189,13 +197,13 @@ def each_by_itself() -> torch.Tensor:
     return p.detach()
 
 
-def test_ranks_may_step_alone() -> None:
-    first, second = results(2, each_by_itself)
+def test_process_group_false_lets_ranks_step_alone() -> None:
+    first, second = results(2, stepped_alone)
     assert not torch.equal(first, second)
 
 
 def in_pairs() -> list[torch.Tensor]:
-    """Two teams of two, each with gradients of its own."""
+    """Step in two groups of two ranks, each with its own gradients."""
     rank_groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     p = parameter(6, 5)
     optimizer = AngularMuown([p], lr=0.1, process_group=rank_groups[dist.get_rank() // 2])
@@ -204,50 +212,50 @@ def in_pairs() -> list[torch.Tensor]:
     return [p.detach(), torch.tensor(len(optimizer.exchange_plan().assignments))]
 
 
-def test_a_process_group_says_who_shares() -> None:
-    found = results(4, in_pairs)
-    assert torch.equal(found[0][0], found[1][0])
-    assert torch.equal(found[2][0], found[3][0])
-    assert not torch.equal(found[0][0], found[2][0])
-    assert all(plans == 1 for _, plans in found)
+def test_only_the_ranks_of_a_process_group_share_work() -> None:
+    ranks = results(4, in_pairs)
+    assert torch.equal(ranks[0][0], ranks[1][0])
+    assert torch.equal(ranks[2][0], ranks[3][0])
+    assert not torch.equal(ranks[0][0], ranks[2][0])
+    assert all(plans == 1 for _, plans in ranks)
 
 
-def spread_in_the_kernel() -> None:
-    own, params = made(
+def sharded_inside_the_kernel() -> None:
+    groups, params = make_groups(
         [{"shapes": [(6, 5, 4, 4)], "view": "conv", "first": 2}], PLACEMENTS["rows"], torch.float64
     )
     [(p, _)] = params
     p.grad = place(noise(6, 5, 4, 4, seed=1), PLACEMENTS["rows"], 2)
-    AngularMuown(own).step()
+    AngularMuown(groups).step()
 
 
-def test_a_placement_that_cuts_kernels_is_refused() -> None:
-    [outcome, _] = on_ranks(2, spread_in_the_kernel)
+def test_sharding_inside_a_kernel_is_rejected() -> None:
+    [outcome, _] = on_ranks(2, sharded_inside_the_kernel)
     assert isinstance(outcome, RankError)
     assert "parameter 'w0' is spread over ranks along dimension 2" in str(outcome)
     assert "shard dimension 0 or 1" in str(outcome)
 
 
-class UnableError(Exception):
+class OwnerError(Exception):
     pass
 
 
 def failing_owner(name: str, deep: bool) -> list[bool]:
-    """Rank 1 cannot make a polar factor, or fails even before the ranks first meet."""
+    """Fail on rank 1: in a polar factor if `deep`, otherwise before the first collective."""
     optimizer, params = optimizer_of(name)
     optimizer.step()
     before = [p.detach().clone() for p in params]
 
     def fail(*args: Any) -> Any:
-        raise UnableError("not today")
+        raise OwnerError("injected")
 
     if dist.get_rank() == 1:
         module = orthogonalize if deep else engine.options
         setattr(module, "unit" if deep else "with_gradient", fail)
     try:
         optimizer.step()
-    except UnableError:
-        time.sleep(6)  # alive, as in a debugger or in a handler of the error
+    except OwnerError:
+        time.sleep(6)  # still alive, as in a debugger or an error handler
         raise
     return [torch.equal(p, b) for p, b in zip(params, before, strict=True)]
 
@@ -257,20 +265,22 @@ def failing_owner(name: str, deep: bool) -> list[bool]:
 )
 def test_an_error_on_one_rank_ends_the_step_on_all(name: str, deep: bool) -> None:
     began = time.monotonic()
-    found = on_ranks(4, failing_owner, name, deep, patience=60)
-    for rank, outcome in enumerate(found):
+    for rank, outcome in enumerate(on_ranks(4, failing_owner, name, deep, timeout=60)):
         assert isinstance(outcome, RankError), rank
-        assert "not today" in str(outcome)
+        assert "injected" in str(outcome)
         if rank != 1:
-            assert "rank 1 failed in its step: UnableError: not today" in str(outcome)
+            assert "rank 1 failed in its step: OwnerError: injected" in str(outcome)
             assert ("in the polar factor of w" in str(outcome)) == deep
     assert time.monotonic() - began < 30
 
 
-def refused_once() -> list[int]:
-    """Step 1 is refused; in step 2 rank 1 waits long enough to look for errors."""
+def failed_once() -> list[int]:
+    """Return the steps that raised, and the step counter.
+
+    Step 1 raises. In step 2, rank 1 waits long enough to poll for errors.
+    """
     optimizer, params = optimizer_of("rows")
-    refused = []
+    failed = []
     for t in range(3):
         grad = params[0].grad
         if t == 1 and dist.get_rank() == 0:
@@ -280,16 +290,16 @@ def refused_once() -> list[int]:
         try:
             optimizer.step()
         except RuntimeError:
-            refused.append(t)
+            failed.append(t)
         params[0].grad = grad
-    return [*refused, optimizer.param_groups[0]["step"]]
+    return [*failed, optimizer.param_groups[0]["step"]]
 
 
 def test_an_error_that_was_handled_does_not_end_a_later_step() -> None:
-    assert results(2, refused_once) == [[1, 2]] * 2
+    assert results(2, failed_once) == [[1, 2]] * 2
 
 
-NUMBERS: dict[str, tuple[Any, Any]] = {
+SETTINGS: dict[str, tuple[Any, Any]] = {
     "lr": (0.1, 0.2),
     "momentum": (0.95, 0.9),
     "nesterov": (True, False),
@@ -305,45 +315,44 @@ NUMBERS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def other_number(name: str | None, key: str, tensors: bool) -> list[bool]:
+def different_setting(name: str | None, key: str, tensors: bool) -> None:
     optimizer, params = optimizer_of(name)
     before = [p.detach().clone() for p in params]
-    value = NUMBERS[key][dist.get_rank()]
+    value = SETTINGS[key][dist.get_rank()]
     optimizer.param_groups[0][key] = torch.tensor(value) if tensors else value
     try:
         optimizer.step()
     finally:
         unmoved = all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
         assert unmoved, "weights moved"
-    return []
 
 
-@pytest.mark.parametrize(("key", "name"), [*((key, "rows") for key in NUMBERS), ("lr", None)])
-def test_ranks_with_other_numbers_are_told_which(key: str, name: str | None) -> None:
-    for outcome in on_ranks(2, other_number, name, key, False):
+@pytest.mark.parametrize(("key", "name"), [*((key, "rows") for key in SETTINGS), ("lr", None)])
+def test_the_error_names_the_setting_that_differs(key: str, name: str | None) -> None:
+    for outcome in on_ranks(2, different_setting, name, key, False):
         assert isinstance(outcome, RankError)
-        first, second = NUMBERS[key]
-        said = f"group 0 has {key}={first!r} on rank 0 and {key}={second!r} on rank 1"
-        assert said in str(outcome)
+        first, second = SETTINGS[key]
+        message = f"group 0 has {key}={first!r} on rank 0 and {key}={second!r} on rank 1"
+        assert message in str(outcome)
         assert "weights moved" not in str(outcome)
 
 
-def test_tensors_of_numbers_are_compared_too() -> None:
-    for outcome in on_ranks(2, other_number, "rows", "lr", True):
+def test_settings_that_are_tensors_are_compared() -> None:
+    for outcome in on_ranks(2, different_setting, "rows", "lr", True):
         assert isinstance(outcome, RankError)
         assert "group 0 has lr=0.10000000149011612 on rank 0 and lr=0.20000000298023224" in str(
             outcome
         )
 
 
-def one_group_among_three(name: str) -> None:
-    """Groups whose order must not depend on their values, and one of AdamW."""
+def one_group_of_four(name: str) -> None:
+    """Change one of three matrix groups, two of them equal; the fourth is AdamW's."""
     placement = PLACEMENTS[name]
-    own, params = made([{"shapes": [(6, 5)]}] * 3, placement, torch.float64)
-    own.append({"params": [("v", parameter(4, 3))], "algorithm": "adamw"})
-    for group, lr in zip(own, (0.1, 0.2, 0.1, 0.1), strict=True):
+    groups, params = make_groups([{"shapes": [(6, 5)]}] * 3, placement, torch.float64)
+    groups.append({"params": [("v", parameter(4, 3))], "algorithm": "adamw"})
+    for group, lr in zip(groups, (0.1, 0.2, 0.1, 0.1), strict=True):
         group["lr"] = lr
-    optimizer = AngularMuown(own)
+    optimizer = AngularMuown(groups)
     for i, (p, _) in enumerate(params):
         p.grad = place(noise(6, 5, seed=i), placement)
     optimizer.step()
@@ -352,12 +361,12 @@ def one_group_among_three(name: str) -> None:
     optimizer.step()
 
 
-def test_the_group_that_differs_is_named_among_others() -> None:
-    for outcome in on_ranks(2, one_group_among_three, "rows"):
+def test_the_error_names_the_group_that_differs() -> None:
+    for outcome in on_ranks(2, one_group_of_four, "rows"):
         assert "group 2 has lr=0.1 on rank 0 and lr=0.3 on rank 1" in str(outcome)
 
 
-def other_adamw() -> None:
+def different_adamw() -> None:
     optimizer, _ = optimizer_of("rows")
     v = parameter(4, 3)
     optimizer.add_param_group(
@@ -366,13 +375,13 @@ def other_adamw() -> None:
     optimizer.step()
 
 
-def test_groups_of_adamw_are_compared_too() -> None:
-    for outcome in on_ranks(2, other_adamw):
+def test_adamw_groups_are_compared() -> None:
+    for outcome in on_ranks(2, different_adamw):
         assert "group 1 has lr=0.1 on rank 0 and lr=1.1 on rank 1" in str(outcome)
 
 
 def solo(fails: bool) -> None:
-    """A step of an optimizer that only this rank has."""
+    """Step an optimizer that only this rank has."""
     p = parameter(6, 5)
     p.grad = noise(6, 5, seed=1)
     optimizer = AngularMuown([p], process_group=False)
@@ -382,15 +391,14 @@ def solo(fails: bool) -> None:
         optimizer.step()
 
 
-def beside_another(fails: bool) -> int:
-    """Rank 0 has taken a step of its own more than the others: an error in that one is its own, and
-    an error in a shared one is found by the others."""
+def next_to_another(fails: bool) -> int:
+    """Step a shared optimizer; rank 0 also steps one of its own. One of the two fails on rank 0."""
     optimizer, _ = optimizer_of("rows")
     if dist.get_rank() == 0:
         solo(not fails)
     optimizer.step()
     if dist.get_rank() == 0:
-        time.sleep(2.5)  # the others look for errors
+        time.sleep(2.5)  # rank 1 polls for errors
         if fails:
             optimizer.param_groups[0]["lr"] = float("nan")
     try:
@@ -401,60 +409,60 @@ def beside_another(fails: bool) -> int:
     return optimizer.param_groups[0]["step"]
 
 
-def test_a_step_that_is_not_shared_does_not_matter_to_others() -> None:
-    assert results(2, beside_another, False) == [2, 2]
+def test_an_error_in_a_step_that_is_not_shared_does_not_reach_other_ranks() -> None:
+    assert results(2, next_to_another, False) == [2, 2]
 
 
-def test_an_error_is_found_whatever_else_a_rank_has_stepped() -> None:
+def test_an_error_reaches_other_ranks_even_after_steps_they_did_not_share() -> None:
     began = time.monotonic()
-    for rank, outcome in enumerate(on_ranks(2, beside_another, True, patience=60)):
+    for rank, outcome in enumerate(on_ranks(2, next_to_another, True, timeout=60)):
         assert isinstance(outcome, RankError)
         assert "group 0 has lr=nan" in str(outcome)
         assert ("rank 0 failed in its step" in str(outcome)) == (rank == 1)
     assert time.monotonic() - began < 30
 
 
-def slow_look() -> int:
-    """The collective ends while rank 1 looks for errors: that is no error."""
+def slow_poll() -> int:
+    """Let the collective end while rank 1 polls for errors."""
     optimizer, _ = optimizer_of("rows")
     optimizer.step()
-    look = collectives._look
+    poll = collectives._raise_peer_error
 
     def slowly() -> None:
-        look()
+        poll()
         time.sleep(1)
 
-    collectives._look = slowly
+    collectives._raise_peer_error = slowly
     if dist.get_rank() == 0:
         time.sleep(1.5)
     optimizer.step()
     return optimizer.param_groups[0]["step"]
 
 
-def test_a_collective_that_ends_during_a_look_has_not_failed() -> None:
-    assert results(2, slow_look) == [2, 2]
+def test_a_collective_may_end_while_a_rank_polls_for_errors() -> None:
+    assert results(2, slow_poll) == [2, 2]
 
 
 def without_a_store() -> None:
     optimizer, _ = optimizer_of("rows")
     optimizer.step()
 
-    def gone() -> Any:
-        raise OSError("the store is gone")
+    def lost() -> Any:
+        raise OSError("the store is lost")
 
-    collectives._store = gone
+    collectives._store = lost
     optimizer.param_groups[0]["lr"] = float("nan")
     optimizer.step()
 
 
-def test_a_store_that_is_gone_does_not_hide_the_error() -> None:
+def test_a_lost_store_does_not_hide_the_error() -> None:
     for outcome in on_ranks(2, without_a_store):
         assert "group 0 has lr=nan" in str(outcome)
         assert "During handling" not in str(outcome)
 
 
-def first_step_at_rate_zero() -> list[int]:
-    """Rank 1's experts got no tokens in the first step of a warm-up."""
+def experts_with_lr_zero() -> list[int]:
+    """Rank 1's experts receive no tokens in the first step of a warmup."""
     p = nn.Parameter(place(parameter(4, 6, 5).detach(), PLACEMENTS["rows"]))
     optimizer = AngularMuown([{"params": [("experts", p)], "view": "stack"}], lr=0.0)
     grad = place(noise(4, 6, 5, seed=1), PLACEMENTS["rows"])
@@ -463,5 +471,5 @@ def first_step_at_rate_zero() -> list[int]:
     return [group["step"] for group in optimizer.param_groups]
 
 
-def test_experts_without_tokens_in_a_first_step_at_rate_zero() -> None:
-    assert results(2, first_step_at_rate_zero) == [[1], [1]]
+def test_a_first_step_with_lr_zero_counts_for_experts_without_tokens() -> None:
+    assert results(2, experts_with_lr_zero) == [[1], [1]]

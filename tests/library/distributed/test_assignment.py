@@ -1,4 +1,4 @@
-"""Who orthogonalizes what: laws of the plan, against counting by hand."""
+"""Laws of the assignment of matrices to ranks, checked by counting."""
 
 from itertools import pairwise, product
 
@@ -26,20 +26,20 @@ def assignment(sizes: list[tuple[int, int]], places: int, copies: int, budget: i
 
 
 @given(costs=st.lists(st.integers(1, 100), min_size=1, max_size=7), ranks=st.integers(1, 3))
-def test_longest_first_is_within_a_third_of_the_best(costs: list[int], ranks: int) -> None:
-    def longest(owners: tuple[int, ...]) -> int:
+def test_longest_first_is_within_a_third_of_the_optimum(costs: list[int], ranks: int) -> None:
+    def largest_load(owners: tuple[int, ...]) -> int:
         loads = [0] * ranks
         for cost, owner in zip(costs, owners, strict=True):
             loads[owner] += cost
         return max(loads)
 
-    best = min(map(longest, product(range(ranks), repeat=len(costs))))
-    found = longest(tuple(longest_first(costs, ranks)))
-    assert found <= best * (4 / 3 - 1 / (3 * ranks)) + 1e-9  # Graham 1969
+    optimum = min(map(largest_load, product(range(ranks), repeat=len(costs))))
+    load = largest_load(tuple(longest_first(costs, ranks)))
+    assert load <= optimum * (4 / 3 - 1 / (3 * ranks)) + 1e-9  # Graham 1969
 
 
 @given(sizes=SIZES, places=st.integers(1, 5), copies=st.integers(1, 3), budget=st.integers(1, 4000))
-def test_every_matrix_has_an_owner_and_one_round(
+def test_every_matrix_has_an_owner_and_is_in_one_round(
     sizes: list[tuple[int, int]], places: int, copies: int, budget: int
 ) -> None:
     plan = assignment(sizes, places, copies, budget)
@@ -52,7 +52,7 @@ def test_every_matrix_has_an_owner_and_one_round(
 
 
 @given(sizes=SIZES, places=st.integers(1, 5), copies=st.integers(1, 3))
-def test_traffic_is_what_parts_and_owners_say(
+def test_traffic_follows_from_parts_and_owners(
     sizes: list[tuple[int, int]], places: int, copies: int
 ) -> None:
     plan = assignment(sizes, places, copies, 500)
@@ -65,17 +65,17 @@ def test_traffic_is_what_parts_and_owners_say(
                 sent[copy, owner] += part.size * 2  # and back
     for tasks in plan.rounds:
         for place in range(places):
-            made = [
+            computed = [
                 sum(plan.tasks[i].parts[place].size * 2 for i in tasks if plan.place(i)[0] == copy)
                 for copy in range(copies)
             ]
-            sent[:, place] += (copies - 1) * max(made)
+            sent[:, place] += (copies - 1) * max(computed)
     out, back = plan.traffic
     torch.testing.assert_close(out, sent.flatten())
     assert out.sum() == back.sum()
 
 
-def test_more_ranks_than_matrices_is_said() -> None:
+def test_the_table_reports_a_dominant_matrix() -> None:
     plan = assignment([(32, 32), (8, 8)], 8, 1, 10**6)
     assert len(set(plan.owners.values())) == 2
     text = str(ExchangePlan([plan]))
@@ -84,12 +84,12 @@ def test_more_ranks_than_matrices_is_said() -> None:
     assert str(ExchangePlan([])).startswith("nothing is exchanged")
 
 
-def test_gram_matrices_are_summed_only_where_that_moves_less() -> None:
+def test_gram_matrices_are_summed_only_if_that_moves_fewer_bytes() -> None:
     tall, short = (by_rows("w", m, 4, 4, may_sum=True) for m in (400, 40))
     assert tall.sums
-    assert not short.sums, "its Gram matrix is no smaller than its parts"
-    assert not by_rows("w", 4, 400, 4, may_sum=True).sums, "the long side is whole already"
-    assert not by_rows("w", 400, 4, 4).sums, "the method needs it whole"
+    assert not short.sums, "its Gram matrix is not smaller than its parts"
+    assert not by_rows("w", 4, 400, 4, may_sum=True).sums, "the long side is not sharded"
+    assert not by_rows("w", 400, 4, 4).sums, "the method requires whole matrices"
     plan = Assignment((tall, short), 4, 1, 10**6)
     assert plan.summed == [0]
     assert plan.moved.summed == []

@@ -1,5 +1,4 @@
-"""Random models in random placements, on worlds that divide nothing evenly: every one of them ends
-with the weights of one process."""
+"""Random models in random placements, mostly uneven, give the weights of one process."""
 
 import random
 from typing import Any
@@ -18,7 +17,7 @@ SIDES = (1, 1, 2, 3, 5, 7, 8, 13, 40)
 
 
 def blocks_of(side: int, pick: random.Random) -> int | tuple[int, ...] | None:
-    """No cut, an even one, or two blocks of any size."""
+    """Pick no blocks, equal blocks, or two blocks of any size."""
     even = [k for k in range(2, 5) if side % k == 0]
     choices: list[Any] = [None, None]
     if even:
@@ -35,13 +34,13 @@ def group_of(pick: random.Random, along_columns: bool) -> dict[str, Any]:
     transposed = view in ("matrix", "stack") and pick.random() < 0.3
     rows, columns = (n, m) if transposed else (m, n)
     group: dict[str, Any] = {"transposed": transposed, "blocks": blocks_of(rows, pick)}
-    # Column vectors of a convolution that ranks do not divide are refused, with a test elsewhere.
+    # Channels that do not divide evenly among ranks are rejected, see test_agreement.py.
     if view == "conv" and not along_columns:
         kernel = pick.choice((1, 2))
         return {**group, "shapes": [(m, n, kernel)], "view": "conv"}
     group["column_blocks"] = blocks_of(columns, pick)
     if view in ("stack", "experts"):
-        first = 1 if view == "stack" else 0  # a stack is cut inside its matrices, or by experts
+        first = 1 if view == "stack" else 0  # shard inside the matrices, or by experts
         shape = (pick.choice((1, 2, 5)), m, n)
         return {**group, "shapes": [shape], "view": "stack", "first": first}
     return {**group, "shapes": [(m, n)] * pick.choice((1, 2))}
@@ -68,33 +67,33 @@ def case_of(world: int, seed: int) -> tuple[type[Engine], dict[str, Any], Placem
 
 
 def cases(world: int, seeds: range) -> list[list[Tensor]]:
-    found = []
+    weights = []
     for seed in seeds:
         member, arguments, placement, groups = case_of(world, seed)
-        found.append(stepped(member, arguments, placement, groups, steps=3))
-    return found
+        weights.append(stepped(member, arguments, placement, groups, steps=3))
+    return weights
 
 
 def compare(world: int, seeds: range) -> None:
-    every_rank = results(world, cases, world, seeds)
+    ranks = results(world, cases, world, seeds)
     for i, seed in enumerate(seeds):
         member, arguments, placement, groups = case_of(world, seed)
-        wanted = stepped(member, arguments, None, groups, steps=3)
-        for found in every_rank:
-            for p, q in zip(found[i], wanted, strict=True):
-                said = f"seed {seed}: {member.__name__}, {arguments}, {placement}, {groups}"
+        label = f"seed {seed}: {member.__name__}, {arguments}, {placement}, {groups}"
+        expected = stepped(member, arguments, None, groups, steps=3)
+        for weights in ranks:
+            for p, q in zip(weights[i], expected, strict=True):
                 torch.testing.assert_close(
-                    p, q, rtol=1e-7, atol=1e-9, msg=lambda m, said=said: f"{said}\n{m}"
+                    p, q, rtol=1e-7, atol=1e-9, msg=lambda m, label=label: f"{label}\n{m}"
                 )
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_random_placements(world: int) -> None:
+def test_random_placements_give_the_weights_of_one_process(world: int) -> None:
     compare(world, range(5))
 
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("chunk", range(5))
 @pytest.mark.parametrize("world", WORLDS)
-def test_many_random_placements(world: int, chunk: int) -> None:
+def test_many_random_placements_give_the_weights_of_one_process(world: int, chunk: int) -> None:
     compare(world, range(100 + 20 * chunk, 120 + 20 * chunk))

@@ -1,6 +1,6 @@
-"""One rank that goes through the whole exchange with itself: what a GPU without company can show.
+"""One rank runs the whole exchange with itself, which tests it on a single GPU.
 
-The step sends no number to the host and waits for none; torch is told to raise where it would.
+torch raises if the host waits for the device during a step.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from tests.ranks import results
 SHAPES = [(192, 256), (256, 192), (192, 256)]
 
 
-def to_itself(p: Any, layout: Any, copies: Any, name: str) -> Sharding:
+def sharding_with_itself(p: Any, layout: Any, copies: Any, name: str) -> Sharding:
     rank_group = RankGroup((0,), 0, dist.group.WORLD)
     m, n = layout.sides(p.shape)
     return Sharding(
@@ -39,21 +39,19 @@ def stepped(member: Any, device: str, exchanged: bool) -> list[torch.Tensor]:
         for i, s in enumerate(SHAPES)
     ]
     optimizer = member(params, lr=0.02, process_group=None if exchanged else False)
-    own, holders = session.sharding_of, session.holders_of_copies
+    originals = session.sharding_of, session.holders_of_copies
     if exchanged:
-        session.sharding_of, session.holders_of_copies = (
-            to_itself,
-            lambda p, group: RankGroup((0,), 0),
-        )
+        session.sharding_of = sharding_with_itself
+        session.holders_of_copies = lambda p, group: RankGroup((0,), 0)
     for step in range(4):
         for i, p in enumerate(params):
             p.grad = noise(*p.shape, seed=10 * step + i, dtype=p.dtype).to(device)
-        if device == "cuda" and step > 1:  # the first makes the plan, and libraries wake up
+        if device == "cuda" and step > 1:  # the first steps make the plan and initialize libraries
             torch.cuda.set_sync_debug_mode("error")
         optimizer.step()
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("default")
-    session.sharding_of, session.holders_of_copies = own, holders
+    session.sharding_of, session.holders_of_copies = originals
     assert bool(optimizer._session and optimizer._session.groups) == exchanged
     return [p.detach().cpu() for p in params]
 
@@ -69,10 +67,10 @@ def both(device: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_rank_that_exchanges_with_itself(device: str) -> None:
+def test_a_rank_that_exchanges_with_itself_takes_the_same_step(device: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    tolerance = 1e-5 if device == "cpu" else 1e-3  # bf16 iterations, by kernels and without
+    tolerance = 1e-5 if device == "cpu" else 1e-3  # bf16 iterations, with and without kernels
     for exchanged, alone in results(1, both, device)[0]:
         for a, b in zip(exchanged, alone, strict=True):
             torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)

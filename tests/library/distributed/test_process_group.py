@@ -1,4 +1,4 @@
-"""Whom an optimizer shares its work with, as an argument."""
+"""The process_group and wire_dtype arguments."""
 
 import copy
 import pickle
@@ -10,25 +10,28 @@ from angular_muown import AngularMuown
 from tests.library.family import parameter
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 @pytest.mark.parametrize("process_group", [None, False])
-def test_a_copy_shares_with_the_same_ranks(again: Any, process_group: Any) -> None:
+def test_a_copy_keeps_the_process_group(duplicate: Any, process_group: Any) -> None:
     optimizer = AngularMuown([parameter(4, 3)], process_group=process_group)
-    assert again(optimizer).process_group is process_group
+    assert duplicate(optimizer).process_group is process_group
 
 
-@pytest.mark.parametrize("wrong", ["world", True, 3, -100])
-def test_what_is_no_group_is_refused(wrong: Any) -> None:
-    with pytest.raises(ValueError, match=rf"process_group={wrong!r} is not valid: it must be None"):
-        AngularMuown([parameter(4, 3)], process_group=wrong)
+@pytest.mark.parametrize("value", ["world", True, 3, -100])
+def test_an_invalid_process_group_is_rejected(value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"process_group={value!r} is not valid: it must be None"):
+        AngularMuown([parameter(4, 3)], process_group=value)
 
 
-def test_a_wire_that_would_lose_small_entries_is_refused() -> None:
+def test_float16_on_the_wire_is_rejected() -> None:
+    """It would lose small entries."""
     with pytest.raises(ValueError, match="wire_dtype='float16' is not valid"):
         AngularMuown([parameter(4, 3)], wire_dtype="float16")
 
 
-def test_a_group_cannot_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_with_a_process_group_cannot_be_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     optimizer = AngularMuown([parameter(4, 3)])
     monkeypatch.setattr(optimizer, "process_group", object())
     with pytest.raises(TypeError, match="cannot be copied or pickled"):

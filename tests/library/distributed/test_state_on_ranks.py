@@ -1,4 +1,4 @@
-"""State over ranks: as spread as the parameter, saved by some ranks and loaded by others."""
+"""State is sharded like its parameter, and loads on any number of ranks in any placement."""
 
 import copy
 from pathlib import Path
@@ -31,7 +31,7 @@ from tests.library.sharded import PLACEMENTS, place, whole
 from tests.ranks import results
 
 WAYS = ("ddp", "fsdp", "fsdp by columns", "hsdp", "tp", "fsdp x tp")
-WIDTH, ROWS = 12, 20  # torch cuts layers for tensor parallelism evenly only
+WIDTH, ROWS = 12, 20  # tensor parallelism in torch requires even splits
 
 
 class Net(nn.Module):
@@ -54,7 +54,7 @@ class Net(nn.Module):
         return self.head(x + (x @ experts.mean(dim=0)).relu())
 
 
-def sharding(net: nn.Module, way: str) -> nn.Module:
+def parallelize(net: nn.Module, way: str) -> nn.Module:
     world = dist.get_world_size() if way != "alone" else 1
     if way == "ddp":
         return DistributedDataParallel(net)
@@ -70,7 +70,7 @@ def sharding(net: nn.Module, way: str) -> nn.Module:
         fully_shard(net, mesh=mesh)
     elif way.startswith("fsdp"):
 
-        def choose(p: Tensor) -> Shard | None:  # torch cuts other dimensions evenly only
+        def choose(p: Tensor) -> Shard | None:  # torch requires an even split
             even = p.ndim > 1 and p.shape[1] % world == 0
             return Shard(1) if way == "fsdp by columns" and even else None
 
@@ -79,18 +79,18 @@ def sharding(net: nn.Module, way: str) -> nn.Module:
 
 
 def planned(net: nn.Module) -> Any:
-    """With blocks: of a whole matrix the rows could be in any order."""
+    """Plan with blocks, so that the order of rows matters."""
     return plan(net, stacks=["experts"], blocks={"up.weight": 2}, aux_lr=0.01)
 
 
 def built(way: str, member: Any = AngularMuown) -> tuple[nn.Module, nn.Module, Any]:
     net = Net()
-    model = sharding(net, way)
+    model = parallelize(net, way)
     return net, model, member(planned(net), lr=0.05)
 
 
 def train(model: nn.Module, optimizer: Any, steps: range) -> None:
-    """The same batch on every rank, so that the mean over ranks is one process's gradient."""
+    """Train with the same batch on every rank: the mean gradient is that of one process."""
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         x = torch.randn(8, WIDTH, dtype=torch.float64, generator=generator)
@@ -109,35 +109,36 @@ def trained(way: str, steps: int = 4) -> dict[str, Tensor]:
     return weights(net)
 
 
-def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9, msg=name)
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, rtol=1e-9, atol=1e-9, msg=name)
 
 
 def ways(names: tuple[str, ...]) -> list[dict[str, Tensor]]:
     return [trained(name) for name in names]
 
 
-def test_torch_own_ways_to_spread_a_model() -> None:
+def test_every_parallelism_of_torch_gives_the_weights_of_one_process() -> None:
     alone = trained("alone")
     for rank in results(4, ways, WAYS):
-        for found in rank:
-            assert_same(found, alone)
+        for weights_of_way in rank:
+            assert_same(weights_of_way, alone)
 
 
 def sizes(way: str) -> dict[str, tuple[int, int]]:
+    """Return the local and global number of entries of each state tensor."""
     net, model, optimizer = built(way, NorMuown)
     train(model, optimizer, range(1))
-    found = {}
+    counts = {}
     for name, p in net.named_parameters():
         for key, value in optimizer.state[p].items():
             part = value.to_local() if isinstance(value, DTensor) else value
-            found[f"{name}.{key}"] = (part.numel(), value.numel())
-    return found
+            counts[f"{name}.{key}"] = (part.numel(), value.numel())
+    return counts
 
 
-def test_state_is_spread_as_the_parameter_is() -> None:
+def test_state_is_sharded_like_its_parameter() -> None:
     ranks = results(4, sizes, "fsdp")
     for key, (_, total) in ranks[0].items():
         parts = [rank[key][0] for rank in ranks]
@@ -178,50 +179,54 @@ ROUTES = [
 
 
 @pytest.mark.parametrize(("member", "before", "first", "after", "second"), ROUTES)
-def test_save_on_some_ranks_and_load_on_others(
+def test_a_checkpoint_loads_on_another_number_of_ranks(
     tmp_path: Path, member: Any, before: int, first: str, after: int, second: str
 ) -> None:
-    wanted = results(before, saved, first, str(tmp_path), member)[0]
-    found = results(after, loaded, second, str(tmp_path), member)
-    for rank, keys in found:
-        assert_same(rank, wanted)
-        assert keys == found[0][1], "a distributed checkpoint waits for keys that a rank lacks"
+    expected = results(before, saved, first, str(tmp_path), member)[0]
+    ranks = results(after, loaded, second, str(tmp_path), member)
+    for resumed, keys in ranks:
+        assert_same(resumed, expected)
+        assert keys == ranks[0][1], "a distributed checkpoint hangs if a rank lacks a key"
 
 
-def whole_and_back(way: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A full state dict, loaded by torch's function and by the optimizer's own method."""
+def reload_whole_state(way: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the weights of continued training, without and with reloading the state."""
     net, model, optimizer = built(way)
     train(model, optimizer, range(2))
     options = StateDictOptions(full_state_dict=True)
     full = get_optimizer_state_dict(net, optimizer, options=options)
     start = {name: p.detach().clone() for name, p in net.named_parameters()}
-    own = optimizer.state_dict()
-    state = {i: {k: whole(v) for k, v in s.items()} for i, s in own["state"].items()}
+    state_dict = optimizer.state_dict()
+    state = {i: {k: whole(v) for k, v in s.items()} for i, s in state_dict["state"].items()}
     train(model, optimizer, range(2, 4))
-    wanted = weights(net)
+    expected = weights(net)
 
     assert not any(isinstance(v, DTensor) for s in full["state"].values() for v in s.values())
     with torch.no_grad():
         for name, p in net.named_parameters():
             p.copy_(start[name])
     fresh = AngularMuown(planned(net), lr=0.05)
-    fresh.load_state_dict({"state": copy.deepcopy(state), "param_groups": own["param_groups"]})
+    fresh.load_state_dict(
+        {"state": copy.deepcopy(state), "param_groups": state_dict["param_groups"]}
+    )
     for values in fresh.state.values():
         for value in values.values():
             if isinstance(value, DTensor):
                 part = value.to_local()
-                assert part.untyped_storage().nbytes() == part.nbytes, "nothing whole is kept"
+                assert part.untyped_storage().nbytes() == part.nbytes, (
+                    "the part must not keep the whole tensor alive"
+                )
     train(model, fresh, range(2, 4))
-    return wanted, weights(net)
+    return expected, weights(net)
 
 
-def test_a_whole_state_dict_finds_its_places() -> None:
-    for wanted, found in results(2, whole_and_back, "fsdp"):
-        assert_same(found, wanted)
+def test_a_state_dict_of_whole_tensors_is_sharded_when_loaded() -> None:
+    for expected, actual in results(2, reload_whole_state, "fsdp"):
+        assert_same(actual, expected)
 
 
-def lacking() -> list[list[str]]:
-    """Rank 0's experts got no tokens."""
+def missing_gradients() -> list[list[str]]:
+    """Step without gradients for rank 0's experts, which received no tokens."""
     net, model, optimizer = built("fsdp")
     train(model, optimizer, range(1))
     optimizer = AngularMuown(planned(net), lr=0.05)
@@ -233,52 +238,53 @@ def lacking() -> list[list[str]]:
     return [*keys, [str(group["step"]) for group in optimizer.param_groups]]
 
 
-def test_ranks_have_the_same_keys_and_clocks_whatever_their_gradients() -> None:
-    first, second = results(2, lacking)
+def test_state_keys_and_step_counts_do_not_depend_on_a_ranks_gradients() -> None:
+    first, second = results(2, missing_gradients)
     assert first == second
     assert all(first)
 
 
-def clocks(sharding: bool, lacking: dict[int, tuple[int, ...]]) -> list[int]:
-    """Three groups: two stacks of experts, cut by experts, and a matrix. `lacking` has the groups
-    without gradient, by rank."""
+def step_counts(sharded: bool, missing: dict[int, tuple[int, ...]]) -> list[int]:
+    """Step two stacks of experts, sharded by experts, and a matrix, in a group each.
+
+    `missing` lists the groups without a gradient, by rank.
+    """
     shapes = [(4, 6, 5), (4, 6, 5), (6, 5)]
     groups: list[dict[str, Any]] = []
     for i, shape in enumerate(shapes):
         W = parameter(*shape, seed=i).detach()
-        p = nn.Parameter(place(W, PLACEMENTS["rows"]) if sharding else W)
+        p = nn.Parameter(place(W, PLACEMENTS["rows"]) if sharded else W)
         groups.append({"params": [p], "view": "stack" if len(shape) == 3 else "matrix"})
     optimizer = AngularMuown(groups)
     for t in range(2):
         for i, group in enumerate(groups):
             G = noise(*shapes[i], seed=10 * t + i)
-            absent = i in lacking.get(dist.get_rank() if sharding else 0, ())
-            G = place(G, PLACEMENTS["rows"]) if sharding else G
+            absent = i in missing.get(dist.get_rank() if sharded else 0, ())
+            G = place(G, PLACEMENTS["rows"]) if sharded else G
             group["params"][0].grad = None if absent else G
         optimizer.step()
     return [group["step"] for group in optimizer.param_groups]
 
 
 @pytest.mark.parametrize(
-    ("lacking", "wanted"),
+    ("missing", "expected"),
     [
-        ({0: (1,), 1: (1,)}, [2, 0, 2]),  # nothing anywhere: as in one process
+        ({0: (1,), 1: (1,)}, [2, 0, 2]),  # missing on every rank
         ({0: (1, 2), 1: (1, 2)}, [2, 0, 0]),
-        ({0: (0, 1), 1: (1,)}, [2, 0, 2]),  # rank 0's experts got no tokens
+        ({0: (0, 1), 1: (1,)}, [2, 0, 2]),  # rank 0's experts received no tokens
         ({0: (0,), 1: (1,)}, [2, 2, 2]),
         ({0: (0, 1, 2), 1: (0, 2)}, [0, 2, 0]),
     ],
 )
-def test_clocks_count_the_steps_in_which_any_rank_has_a_gradient(
-    lacking: dict[int, tuple[int, ...]], wanted: list[int]
+def test_a_step_counts_if_any_rank_has_a_gradient(
+    missing: dict[int, tuple[int, ...]], expected: list[int]
 ) -> None:
-    assert results(2, clocks, True, lacking) == [wanted, wanted]
-    alone = {0: tuple(i for i in range(3) if all(i in absent for absent in lacking.values()))}
-    assert clocks(False, alone) == wanted
+    assert results(2, step_counts, True, missing) == [expected, expected]
+    alone = {0: tuple(i for i in range(3) if all(i in absent for absent in missing.values()))}
+    assert step_counts(False, alone) == expected
 
 
-def looked_at(way: str) -> bool:
-    """Taking the state dict of a fresh optimizer changes nothing."""
+def read_fresh_state(way: str) -> bool:
     net, model, optimizer = built(way)
     before = weights(net)
     get_optimizer_state_dict(net, optimizer)
@@ -291,23 +297,23 @@ def looked_at(way: str) -> bool:
     return True
 
 
-def test_a_look_at_a_fresh_optimizer_changes_nothing() -> None:
-    assert results(2, looked_at, "fsdp") == [True, True]
+def test_reading_the_state_of_a_fresh_optimizer_changes_nothing() -> None:
+    assert results(2, read_fresh_state, "fsdp") == [True, True]
 
 
-def watched(names: tuple[str, ...]) -> list[dict[str, float]]:
-    found = []
+def monitored(names: tuple[str, ...]) -> list[dict[str, float]]:
+    readings = []
     for way in names:
         net, model, optimizer = built(way)
         monitor = AngleMonitor(net, optimizer, every=2)
         train(model, optimizer, range(3))
-        found.append(monitor.read())
-    return found
+        readings.append(monitor.read())
+    return readings
 
 
-def test_the_monitor_sees_whole_matrices() -> None:
-    [alone] = watched(("alone",))
+def test_the_monitor_observes_whole_matrices() -> None:
+    [alone] = monitored(("alone",))
     assert {"angle_mean", "radial_mean", "orthogonality_error", "kappa"} <= alone.keys()
-    for rank in results(4, watched, WAYS):
-        for found in rank:
-            assert found == pytest.approx(alone, rel=1e-9)
+    for rank in results(4, monitored, WAYS):
+        for reading in rank:
+            assert reading == pytest.approx(alone, rel=1e-9)
