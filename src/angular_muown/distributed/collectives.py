@@ -108,10 +108,24 @@ def swap(
     flat = [t for tensors in outgoing for t in tensors]
     send = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8, device=device)
     received = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-    handle: Any = dist.all_to_all_single(received, send, sizes, counts, group=group, async_op=True)
+    finish = all_to_all(send, counts, received, sizes, group)
 
-    def finish(_send: Tensor = send) -> list[Tensor]:  # keeps the buffer alive until then
-        wait(handle, device)
+    def result() -> list[Tensor]:
+        finish()
         return list(received.split(sizes))
+
+    return result
+
+
+def all_to_all(
+    send: Tensor, send_sizes: list[int], received: Tensor, sizes: list[int], group: Any
+) -> Callable[[], None]:
+    """Start an all-to-all between byte buffers; return a function that waits for it."""
+    handle: Any = dist.all_to_all_single(
+        received, send, sizes, send_sizes, group=group, async_op=True
+    )
+
+    def finish(_send: Tensor = send) -> None:  # keeps the buffer alive until then
+        wait(handle, received.device)
 
     return finish

@@ -7,8 +7,10 @@ owners work on one round, the next one is in transit.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from typing import Protocol
 
 import torch
 from torch import Tensor, promote_types
@@ -36,6 +38,7 @@ class SharedParameter:
     group: Group
     index: int  # of the group
     noise: int | Tensor | None = None
+    by_kernels: bool = False  # True if the kernels cover its step
     _opened: OpenParameter | None = None
 
     @property
@@ -45,6 +48,11 @@ class SharedParameter:
 
     def open(self, state: State) -> None:
         self._opened = OpenParameter(self.parameter, state, self.layout, self.sharding)
+
+    @property
+    def blocks(self) -> list[Slice2D]:
+        """The matrices that the parameter is cut into, as parts of the whole."""
+        return self.layout.grid(self.sharding.window.m, self.sharding.window.n)
 
     @property
     def iterates(self) -> bool:
@@ -78,18 +86,30 @@ class Exchange:
     def device(self) -> torch.device:
         return self.parameter_of[0].opened.working.device
 
-    def run_rounds(self) -> None:
-        """Send one round ahead of the one that the owners work on, and finish one behind it."""
-        before, now = None, None
-        for tasks in (*self.plan.rounds, None, None):
-            ahead = None if tasks is None else Round(self, tasks, self.start(tasks))
-            if ahead is not None:
-                ahead.send()
-            if now is not None:
-                now.orthogonalize()
-            if before is not None:
-                before.finish()
-            before, now = now, ahead
+    def rounds(self) -> "Iterator[Round]":
+        for tasks in self.plan.rounds:
+            yield Round(self, tasks, self.start(tasks))
+
+
+class RoundMethods(Protocol):
+    """The stages of a round, in this order."""
+
+    def send(self) -> None: ...
+    def orthogonalize(self) -> None: ...
+    def finish(self) -> None: ...
+
+
+def run_rounds(rounds: Iterable[RoundMethods]) -> None:
+    """Send one round ahead of the one that the owners work on, and finish one behind it."""
+    before, now = None, None
+    for ahead in chain(rounds, (None, None)):
+        if ahead is not None:
+            ahead.send()
+        if now is not None:
+            now.orthogonalize()
+        if before is not None:
+            before.finish()
+        before, now = now, ahead
 
 
 @dataclass

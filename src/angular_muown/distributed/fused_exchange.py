@@ -29,9 +29,9 @@ from angular_muown.distributed.mesh import Sharding, local
 from angular_muown.kernels import products
 from angular_muown.kernels.columns import (
     ADDRESSES,
+    ENTRY,
     FIRST_ROW,
     HEADER,
-    LINE,
     PACKET,
     RESULT,
     ROW_STATE,
@@ -41,18 +41,18 @@ from angular_muown.kernels.columns import (
     STATE_STRIDE,
     STATS,
 )
-from angular_muown.kernels.fused import bias_corrections, scalar_line, signed_word
+from angular_muown.kernels.fused import as_int32, bias_corrections, kind_scalars
 from angular_muown.kernels.launch import (
     BLOCK,
-    TURN_TILE,
+    TRANSPOSE_TILE,
     TYPES,
     Choices,
     divide,
     launch_rows,
-    recorded,
+    record,
 )
 from angular_muown.kernels.pointers import PinnedRing
-from angular_muown.kernels.polar_chain import SCALE, Places, Product, allocate, chain_for
+from angular_muown.kernels.polar_chain import SCALE, Allocation, Product, allocate, chain_for
 from angular_muown.kernels.triton.packets import packet_scales_kernel, return_kernel, unpack_kernel
 from angular_muown.kernels.triton.rows import after_kernel, before_kernel
 from angular_muown.params.options import rates
@@ -72,7 +72,7 @@ class Operands(NamedTuple):
 
     @staticmethod
     def of(shared: SharedParameter) -> "Operands":
-        """A parameter without a gradient takes part with zeros and with copies: it stays as it is."""
+        """Select this rank's part; without a gradient, zeros and copies, so that nothing moves."""
         opened, grad = shared.opened, shared.parameter.grad
         state = [opened.state.get(name) for name in ROW_STATE]
         vectors = [None if v is None else local(v) for v in state]
@@ -122,14 +122,14 @@ class OwnedMatrices:
     chunk: int  # rows of the parameter on a rank
     norm: float  # Frobenius norm that the iteration starts from
     chain: tuple[Product, ...]
-    places: Places
+    allocation: Allocation
     arriving: Tensor
     leaving: Tensor
 
     @property
     def words(self) -> int:
         """float16 words of a matrix in the work buffer, its rows' factors included."""
-        return self.places.size + 2 * STATS * self.m
+        return self.allocation.size + 2 * STATS * self.m
 
 
 @dataclass
@@ -181,10 +181,11 @@ class Traffic:
             sizes,
         )
 
-    def buffers(self, device: torch.device) -> Buffers:
-        totals = {name: sum(sizes) for name, sizes in self.sizes.items()}
-        sizes = (max(totals["sent"], totals["results"]), totals["received"], totals["returned"])
-        return Buffers(*(torch.empty(n, dtype=torch.uint8, device=device) for n in sizes))
+    @property
+    def buffer_sizes(self) -> tuple[int, int, int]:
+        """Bytes of the round's buffers: outgoing, incoming, returning."""
+        sent, received, returned, results = map(sum, self.sizes.values())
+        return max(sent, results), received, returned
 
 
 @dataclass
@@ -224,7 +225,7 @@ class FusedRound:
             work()
             return
         if name not in self.graphs:
-            self.graphs[name] = recorded(work, self.step.device)
+            self.graphs[name] = record(work, self.step.device)
         self.graphs[name].replay()
 
     def _before(self) -> None:
@@ -258,20 +259,21 @@ class FusedRound:
                 self._orthogonalize(owned, first, min(at_once, len(owned.arriving) - first))
 
     def _orthogonalize(self, owned: OwnedMatrices, first: int, count: int) -> None:
-        m, n, size = owned.m, owned.n, owned.places.size
+        m, n, size = owned.m, owned.n, owned.allocation.size
         X = self.step.work[: count * size].view(count, size)
         stats = self.step.work[count * size : count * owned.words].view(torch.float32)
         arriving, leaving = owned.arriving[first:], owned.leaving[first:]
-        parts, tiles = self.step.sharding.shards.size, triton.cdiv(n, TURN_TILE)
-        grid = (triton.cdiv(m, TURN_TILE) * tiles, count)
+        parts, tiles = self.step.sharding.shards.size, triton.cdiv(n, TRANSPOSE_TILE)
+        grid = (triton.cdiv(m, TRANSPOSE_TILE) * tiles, count)
         scale: Any = packet_scales_kernel[(count,)]
         scale(arriving, stats, count, m, n, owned.chunk, parts, owned.norm, BLOCK)
         unpack: Any = unpack_kernel[grid]
-        unpack(arriving, stats, X, size, count, m, n, owned.chunk, parts, tiles, m < n, TURN_TILE)
-        products.run(X, m, n, owned.chain, owned.places, self.step.cublas)
-        Q = X[:, owned.places.offsets[-1] :]
+        shape = (size, count, m, n, owned.chunk, parts, tiles)
+        unpack(arriving, stats, X, *shape, m < n, TRANSPOSE_TILE)
+        products.run(X, m, n, owned.chain, owned.allocation, self.step.cublas)
+        Q = X[:, owned.allocation.offsets[-1] :]
         give_back: Any = return_kernel[grid]
-        give_back(leaving, Q, size, m, n, owned.chunk, parts, tiles, TURN_TILE)
+        give_back(leaving, Q, size, m, n, owned.chunk, parts, tiles, TRANSPOSE_TILE)
 
 
 class FusedExchange:
@@ -284,7 +286,7 @@ class FusedExchange:
         plan: Assignment,
         member_of: Sequence[int],
     ) -> None:
-        self.key = key_of(members, operands)
+        self.key = fused_key(members, operands)
         self.plan, self.member_of, self.sharding = plan, member_of, members[0].sharding
         self.device = operands[0].weight.device
         self.steps = 0
@@ -292,28 +294,35 @@ class FusedExchange:
         self.table: list[list[int]] = []
         self.member_of_line: list[int] = []
         traffic = [Traffic.of(tasks, plan, self.sharding) for tasks in plan.rounds]
-        slots = [self._slot(traffic[i::2]) for i in range(min(2, len(traffic)))]
+        buffers = self._buffers(traffic)
         self.rounds = [
             FusedRound(
                 self,
                 one,
-                slots[k % 2],
-                self._local(tasks, members, operands, one, slots[k % 2]),
-                self._owned(tasks, members, one, slots[k % 2]),
+                own,
+                self._local(tasks, members, operands, one, own),
+                self._owned(tasks, members, one, own),
             )
-            for k, (tasks, one) in enumerate(zip(plan.rounds, traffic, strict=True))
+            for tasks, one, own in zip(plan.rounds, traffic, buffers, strict=True)
         ]
         self._allocate(members, operands)
 
-    def _slot(self, traffic: list[Traffic]) -> Buffers:
-        """Buffers for every second round: two rounds are in transit at a time."""
-        made = [one.buffers(torch.device("meta")) for one in traffic]
-        largest = (max(sizes) for sizes in zip(*([b.outgoing.numel(), b.incoming.numel(), b.returning.numel()] for b in made), strict=True))
-        return Buffers(*(torch.empty(n, dtype=torch.uint8, device=self.device) for n in largest))
+    def _buffers(self, traffic: list[Traffic]) -> list[Buffers]:
+        """Make the rounds' buffers, shared between rounds that are not in transit together.
 
-    def _allocate(
-        self, members: Sequence[SharedParameter], operands: Sequence[Operands]
-    ) -> None:
+        A round's results arrive in `outgoing` when the next round but one has been sent.
+        """
+        columns = zip(*(one.buffer_sizes for one in traffic), strict=True)
+        pools = [
+            [
+                torch.empty(max(sizes[i::reach]), dtype=torch.uint8, device=self.device)
+                for i in range(min(reach, len(sizes)))
+            ]
+            for sizes, reach in zip(columns, (3, 2, 2), strict=True)
+        ]
+        return [Buffers(*(pool[k % len(pool)] for pool in pools)) for k in range(len(traffic))]
+
+    def _allocate(self, members: Sequence[SharedParameter], operands: Sequence[Operands]) -> None:
         words = [owned.words for one in self.rounds for owned in one.owned] or [0]
         totals = [owned.words * len(owned.arriving) for one in self.rounds for owned in one.owned]
         budget = sum(
@@ -324,7 +333,7 @@ class FusedExchange:
         self.cublas = room.cublas
         size = max(*words, min(room.words, max(totals, default=0)))
         self.work = torch.empty(size, dtype=torch.float16, device=self.device)
-        self.fixed = torch.tensor(self.table, dtype=torch.int64, device="cpu").view(-1, LINE)
+        self.fixed = torch.tensor(self.table, dtype=torch.int64, device="cpu").view(-1, ENTRY)
         self.line_member = torch.tensor(self.member_of_line, dtype=torch.int64, device="cpu")
         self.lines = torch.empty(self.fixed.shape, dtype=torch.int64, device=self.device)
         count = SCALARS * len(self.kinds) + 2 * len(self.table)
@@ -370,7 +379,7 @@ class FusedExchange:
         first = task.parts[self.sharding.shards.index].rows[0]
         row = members[k].blocks[task.block].rows[0] + first - members[k].sharding.window.rows[0]
         sizes = [dtype.itemsize for dtype in operands[k].dtypes]
-        line = [0] * LINE
+        line = [0] * ENTRY
         offsets = [row * task.n * size for size in sizes] + [row * ROW_STATE_BYTES] * len(ROW_STATE)
         for column, offset in zip(ADDRESSES, offsets, strict=True):
             line[column] = offset
@@ -403,9 +412,9 @@ class FusedExchange:
                     (traffic.returning, buffers.returning, 0),
                 )
             ]
-            places = allocate(m, n, chain)
+            allocation = allocate(m, n, chain)
             norm = SCALE / iteration.margin
-            found.append(OwnedMatrices(m, n, chunk, norm, chain, places, *lines))
+            found.append(OwnedMatrices(m, n, chunk, norm, chain, allocation, *lines))
         return found
 
     def _run_addresses(
@@ -457,19 +466,19 @@ class FusedExchange:
             lr, radius_lr = (float(rate) for rate in rates(group, torch.float32))
             turn = lr * float(recipe.kappa) * recipe.scale(kind.m, kind.n)
             decay = 1 - lr * group["weight_decay"]
-            values += scalar_line(group, recipe, turn, radius_lr, decay)
+            values += kind_scalars(group, recipe, turn, radius_lr, decay)
         end = len(values)
         ages = [bias_corrections(shared.recipe, float(shared.opened.t)) for shared in members]
         for k in self.member_of_line:
             values += ages[k]
         out = torch.tensor(values, dtype=torch.float32, device="cpu")
-        seeds = [signed_word(hash_seed(by_group[kind.group].group["step"])) for kind in self.kinds]
+        seeds = [as_int32(hash_seed(by_group[kind.group].group["step"])) for kind in self.kinds]
         words = out.view(torch.int32)
         words[SEED:end:SCALARS] = torch.tensor(seeds, dtype=torch.int64).to(torch.int32)
         return out
 
 
-def key_of(members: Sequence[SharedParameter], operands: Sequence[Operands]) -> Any:
+def fused_key(members: Sequence[SharedParameter], operands: Sequence[Operands]) -> Any:
     """What the tables and launches depend on, besides the exchange group's plan."""
     return [
         (

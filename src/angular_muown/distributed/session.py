@@ -7,14 +7,14 @@ Ranks that disagree therefore raise an error instead of hanging.
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
 
 from angular_muown.distributed.agreement import Agreement
 from angular_muown.distributed.assignment import Assignment, ExchangePlan, MatrixTask
-from angular_muown.distributed.exchange import Exchange, PausedStack, SharedParameter
+from angular_muown.distributed.exchange import Exchange, PausedStack, SharedParameter, run_rounds
 from angular_muown.distributed.mesh import (
     RankGroup,
     Sharding,
@@ -26,12 +26,15 @@ from angular_muown.distributed.mesh import (
     sharding_of,
 )
 from angular_muown.distributed.reductions import ShardedReductions
-from angular_muown.kernels.coverage import runs_on
+from angular_muown.kernels.coverage import covers_shards, knows_shards, runs_on
 from angular_muown.params.layout import Layout
 from angular_muown.params.options import Group, parameter_names, seed
 from angular_muown.params.stacks import MatrixView, Stack, kind_of
 from angular_muown.stages.orthogonalize import Iteration
 from angular_muown.update import Observer, Recipe, resume, update
+
+if TYPE_CHECKING:  # imports Triton
+    from angular_muown.distributed.fused_exchange import FusedExchange
 
 
 class ExchangeGroup:
@@ -48,8 +51,12 @@ class ExchangeGroup:
         tasks = tuple(task for task, _ in numbered)
         self.plan = Assignment(tasks, places, copies, int(sum(sizes) / places))
         self.agreement = Agreement(self.sharding.everyone, members)
+        self.fused: FusedExchange | None = None
 
     def run(self, members: Sequence[SharedParameter], observers: Sequence[Observer]) -> None:
+        if members[0].by_kernels and not observers:
+            self._run_fused(members)
+            return
         parameter_of = [members[k] for k in self.member_of]
         views = [view for shared in members for view in views_of(shared)]
         plan = self.plan.moved if observers else self.plan
@@ -66,7 +73,19 @@ class ExchangeGroup:
             iteration = parameter_of[ids[0]].recipe.orthogonalize
             assert isinstance(iteration, Iteration), "only iterations can sum Gram matrices"
             resume(equation, iteration.of_part(X, stack.reductions))
-        Exchange(self.sharding, plan, parameter_of, observers, start).run_rounds()
+        run_rounds(Exchange(self.sharding, plan, parameter_of, observers, start).rounds())
+
+    def _run_fused(self, members: Sequence[SharedParameter]) -> None:
+        from angular_muown.distributed.fused_exchange import (  # imports Triton
+            FusedExchange,
+            Operands,
+            fused_key,
+        )
+
+        operands = [Operands.of(shared) for shared in members]
+        if self.fused is None or self.fused.key != fused_key(members, operands):
+            self.fused = FusedExchange(members, operands, self.plan, self.member_of)
+        self.fused.update(members, operands)
 
     def _stacks(
         self, tasks: list[int], views: list[MatrixView], parameter_of: list[SharedParameter]
@@ -91,8 +110,8 @@ def views_of(shared: SharedParameter) -> Iterator[MatrixView]:
 
 def tasks_of(shared: SharedParameter) -> list[MatrixTask]:
     """Return the tasks of a parameter's matrices, block by block."""
-    layout, sharding = shared.layout, shared.sharding
-    count = layout.canonical(local(shared.parameter)).shape[0]
+    sharding = shared.sharding
+    count = shared.layout.canonical(local(shared.parameter)).shape[0]
     width = shared.wire_dtype.itemsize
     operands = 2 if shared.recipe.tangent.needs_directions else 1
     return [
@@ -103,9 +122,10 @@ def tasks_of(shared: SharedParameter) -> list[MatrixTask]:
             sharding.parts_of(block),
             width,
             operands,
-            may_sum=shared.iterates,
+            may_sum=shared.iterates and not shared.by_kernels,
+            block=b,
         )
-        for b, block in enumerate(layout.grid(sharding.window.m, sharding.window.n))
+        for b, block in enumerate(shared.blocks)
         for e in range(count)
     ]
 
@@ -121,6 +141,7 @@ def key_of(members: Sequence[SharedParameter]) -> Any:
             shared.recipe.orthogonalize,
             shared.recipe.tangent.needs_directions,
             shared.group["workspace"],
+            shared.by_kernels,
         )
         for shared in members
     ]
@@ -148,6 +169,16 @@ def rank_groups_of(p: Tensor, process_group: Any) -> Sequence[RankGroup]:
     return () if rank_group is None else (rank_group,)
 
 
+def _is_covered(p: Tensor, sharding: Sharding, layout: Layout, group: Group) -> bool:
+    """True if the kernels step a parameter that is sharded by rows and has no copies."""
+    return (
+        sharding.shards.communicates
+        and sharding.replicas.size == 1
+        and runs_on(local(p).device)
+        and covers_shards(p, sharding.windows, layout, group)
+    )
+
+
 class ExchangeSession:
     """All exchange groups of an optimizer.
 
@@ -157,8 +188,9 @@ class ExchangeSession:
     def __init__(self) -> None:
         self.groups: dict[Any, ExchangeGroup] = {}
         self.ranks: list[tuple[int, ...]] = []  # the sets of ranks that shared the last step
-        # by group and position in it: what the sharding depends on, and the sharding
-        self.cached: dict[tuple[int, int], tuple[Any, Sharding | None]] = {}
+        # by group and position in it: what the sharding depends on, the sharding, and whether the
+        # kernels cover it
+        self.cached: dict[tuple[int, int], tuple[Any, Sharding | None, bool]] = {}
         self.by_placement: dict[Any, Sharding | None] = {}  # one for all equal placements
 
     def shared(
@@ -167,21 +199,26 @@ class ExchangeSession:
         """Return the group's parameters that are sharded, or that ranks hold copies of."""
         layout, result = Layout.of(group), []
         names = parameter_names(group, index)
+        known = knows_shards(recipe)
+        settings = (known, group["write_back"], group["state_dtype"], group["capturable"])
         for position, (p, name) in enumerate(zip(group["params"], names, strict=True)):
             copies = None if is_sharded(p) else holders_of_copies(p, process_group)
             if (copies is None and not is_sharded(p)) or p.ndim < 2:  # flattened: refused later
                 continue
             place = (p.device_mesh, p.placements) if is_sharded(p) else (copies,)
-            key = (layout, p.shape, *place)
+            key = (layout, p.shape, p.dtype, *settings, *place)
             cached = self.cached.get((index, position))
             if cached is None or cached[0] != key:
                 placement = (*key, local(p).shape)
                 if placement not in self.by_placement:
                     self.by_placement[placement] = sharding_of(p, layout, copies, name)
-                cached = self.cached[index, position] = (key, self.by_placement[placement])
-            if cached[1] is not None:
+                sharding = self.by_placement[placement]
+                covered = known and sharding is not None and _is_covered(p, sharding, layout, group)
+                cached = self.cached[index, position] = (key, sharding, covered)
+            _, sharding, covered = cached
+            if sharding is not None:
                 member = SharedParameter(
-                    name, p, cached[1], layout, recipe, group, index, seed(group)
+                    name, p, sharding, layout, recipe, group, index, seed(group), covered
                 )
                 result.append(member)
         return result
@@ -191,7 +228,7 @@ class ExchangeSession:
     ) -> Iterator[tuple[ExchangeGroup, list[SharedParameter]]]:
         by_ranks: dict[Any, list[SharedParameter]] = defaultdict(list)
         for one in shared:
-            by_ranks[one.sharding.shards, one.sharding.replicas].append(one)
+            by_ranks[one.sharding.shards, one.sharding.replicas, one.by_kernels].append(one)
         for ranks, members in by_ranks.items():
             group = self.groups.get(ranks)
             if group is None or group.key != key_of(members):

@@ -6,6 +6,7 @@ stage must be one that the kernels implement. The choice is automatic: both path
 function.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 
@@ -15,7 +16,8 @@ from torch import Tensor
 from angular_muown.kernels import columns
 from angular_muown.kernels.columns import ROW_STATE
 from angular_muown.kernels.polar_chain import TILE
-from angular_muown.params.layout import Layout
+from angular_muown.params.layout import Layout, Slice2D
+from angular_muown.params.options import Group
 from angular_muown.stages.charts import Flat, Oblique, WeightNorm
 from angular_muown.stages.context import State
 from angular_muown.stages.normalize import AsIs, RowSecondMoment
@@ -63,6 +65,46 @@ def _is_covered(polar: Orthogonalizer) -> bool:
     return type(polar) is Iteration and all(c != 0 for _, _, c in polar.coefficients)
 
 
+def knows_shards(recipe: Recipe) -> bool:
+    """True if the kernels cover all stages for sharded rows: none may need sums over a matrix."""
+    return knows(recipe) and type(recipe.normalize) is AsIs
+
+
+def covers_shards(p: Tensor, windows: Sequence[Slice2D], layout: Layout, group: Group) -> bool:
+    """True if the kernels can step a parameter whose rows are sharded in order, as by FSDP2.
+
+    All ranks give the same answer: it depends on the whole parameter and its settings alone.
+    """
+    m, n, chunk = windows[0].m, windows[0].n, -(-windows[0].m // len(windows))
+    in_order = all(
+        window.rows == (min(i * chunk, m), min((i + 1) * chunk, m)) and window.columns == (0, n)
+        for i, window in enumerate(windows)
+    )
+    sizes = [(block.m, block.n) for block in layout.grid(m, n)]
+    return (
+        in_order
+        and layout.view == "matrix"
+        and not layout.transposed
+        and layout.column_blocks == 1
+        and p.dtype in FLOATS
+        and (p.dtype == torch.float32 or group["write_back"] != "master")
+        and group["state_dtype"] != "float64"
+        and not group["capturable"]
+        and all(_has_fitting_sides(*size) for size in sizes)
+    )
+
+
+def _has_fitting_sides(m: int, n: int) -> bool:
+    """True if the kernels can read and multiply dense m x n matrices."""
+    return (
+        m % SIDE == 0
+        and n % SIDE == 0
+        and min(m, n) >= TILE
+        and n <= LONGEST_ROW
+        and m * n < 2**31  # the kernels index a matrix with 32 bits
+    )
+
+
 @cache
 def fits(shape: torch.Size, layout: Layout) -> bool:
     """True if the kernels can read all matrices of a parameter with this shape and layout."""
@@ -71,11 +113,7 @@ def fits(shape: torch.Size, layout: Layout) -> bool:
         piece.stride(-1) == 1
         and piece.stride(-2) % SIDE == 0
         and piece.storage_offset() % SIDE == 0
-        and piece.shape[-1] % SIDE == 0
-        and piece.shape[-2] % SIDE == 0
-        and min(piece.shape[-2:]) >= TILE
-        and piece.shape[-1] <= LONGEST_ROW
-        and piece.shape[-1] * piece.shape[-2] < 2**31  # the kernels index a matrix with 32 bits
+        and _has_fitting_sides(*piece.shape[-2:])
         for piece in pieces
     )
 

@@ -196,7 +196,9 @@ class FusedStep:
             self.launched = True
         else:
             if self.graph is None:
-                self.graph = record(self.chunks, self.device, self.budget.streams)
+                self.graph = record(
+                    lambda: launch(self.chunks, self.device, self.budget.streams), self.device
+                )
             self.graph.replay()
 
     def _run_observed(self, chunk: Chunk, observers: Observers) -> None:
@@ -245,9 +247,9 @@ def _host_scalars(
     values: list[float] = []
     for m, n, *_ in step.table.kinds:
         step_size = lr * float(recipe.kappa) * recipe.scale(m, n)
-        values += _kind_scalars(group, recipe, step_size, radius_lr, 1 - lr * group["weight_decay"])
+        values += kind_scalars(group, recipe, step_size, radius_lr, 1 - lr * group["weight_decay"])
     end = len(values)
-    corrections = {t: [1 - beta**t for beta in _betas(recipe)] for t in set(counts)}
+    corrections = {t: bias_corrections(recipe, t) for t in set(counts)}
     if len(corrections) == 1:  # the usual case: all parameters have taken the same number of steps
         values += corrections[counts[0]] * len(step.owners)
     else:
@@ -255,7 +257,7 @@ def _host_scalars(
             values += corrections[counts[parameter]]
     out = torch.tensor(values, dtype=torch.float32, device="cpu")
     if step.draws:
-        out.view(torch.int32)[SEED:end:SCALARS] = _as_int32(hash_seed(group["step"]))
+        out.view(torch.int32)[SEED:end:SCALARS] = as_int32(hash_seed(group["step"]))
     return out
 
 
@@ -271,13 +273,13 @@ def _write_on_device(
     kinds = step.table.kinds
     rows = step.scalars[: SCALARS * len(kinds)].view(len(kinds), SCALARS)
     for row, (m, n, *_) in zip(rows, kinds, strict=True):
-        for column, value in enumerate(_kind_scalars(group, recipe, 0.0, 0.0, 0.0)):
+        for column, value in enumerate(kind_scalars(group, recipe, 0.0, 0.0, 0.0)):
             if column not in (STEP, RADIUS_LR, DECAY, SEED):
                 row[column].fill_(value)
         row[STEP] = lr * recipe.kappa * recipe.scale(m, n)
     rows[:, RADIUS_LR] = radius_lr
     rows[:, DECAY] = 1 - lr * group["weight_decay"]
-    rows.view(torch.int32)[:, SEED] = _as_int32(hash_seed(group["step"])).to(torch.int32)
+    rows.view(torch.int32)[:, SEED] = as_int32(hash_seed(group["step"])).to(torch.int32)
     step.scalars[rows.numel() :].view(-1, 2).copy_(bias_corrections)
 
 
@@ -285,7 +287,11 @@ def _betas(recipe: Recipe) -> tuple[float, float]:
     return recipe.radius.betas if isinstance(recipe.radius, ByAdam) else (0.0, 0.0)
 
 
-def _kind_scalars(
+def bias_corrections(recipe: Recipe, t: float) -> list[float]:
+    return [1 - beta**t for beta in _betas(recipe)]
+
+
+def kind_scalars(
     group: Group, recipe: Recipe, step_size: float, radius_lr: float, decay: float
 ) -> list[float]:
     """Return the scalars of one kind of matrix.
@@ -303,7 +309,7 @@ def _kind_scalars(
     return scalars
 
 
-def _as_int32(word: Any) -> Any:
+def as_int32(word: Any) -> Any:
     """Return the signed integer with the same 32 bits."""
     return (word + UINT32_RANGE // 2) % UINT32_RANGE - UINT32_RANGE // 2
 

@@ -163,18 +163,8 @@ class Chunk:
         """Stride between matrices in the work buffer, their number, m and n."""
         return self.batch.allocation.size, self.count, self.batch.kind[0], self.batch.kind[1]
 
-    @property
-    def tile(self) -> tuple[int, int]:
-        """Rows and columns of a row kernel's program."""
-        columns = triton.next_power_of_2(self.batch.kind[1])
-        return max(1, ROW_ELEMENTS // columns), columns
-
     def _launch(self, kernel: Any, *args: Any) -> None:
-        """Launch a row kernel over all rows with `args`, followed by the tile."""
-        height, columns = self.tile
-        warps = min(16, max(4, height * columns // 1024))
-        grid = (triton.cdiv(self.batch.kind[0], height), self.count)
-        kernel[grid](*args, height, columns, num_warps=warps)
+        launch_rows(kernel, self.batch.kind[0], self.batch.kind[1], self.count, *args)
 
     def run(self, observed: bool = False) -> None:
         """Launch the step; if `observed`, store the rows' angles as well."""
@@ -199,7 +189,7 @@ class Chunk:
         _, _, m, n = self.shape
         choices, types = self.choices, [TYPES[dtype] for dtype in self.batch.kind[2:]]
         raw = self.X[:, self.batch.allocation.raw :]
-        flags = (choices.chart, choices.nesterov, choices.maximize)
+        flags = (choices.chart, choices.nesterov, choices.maximize, False)
         self._launch(
             before_kernel, self.table, self.scalars, self.stats, raw, *self.shape, *flags, *types
         )
@@ -219,7 +209,15 @@ class Chunk:
         noise = choices.draws(self.batch.kind[2])
         flags = (choices.chart, choices.radius, choices.factors, choices.maximize, noise, observed)
         tables = (self.table, self.scalars, self.bias_corrections, self.stats)
-        self._launch(after_kernel, *tables, Q, *self.shape, 1 / SCALE, *flags, *types)
+        self._launch(after_kernel, *tables, Q, *self.shape, 1 / SCALE, *flags, False, *types)
+
+
+def launch_rows(kernel: Any, m: int, n: int, count: int, *args: Any) -> None:
+    """Launch a row kernel over `count` matrices of m rows with `args`, followed by the tile."""
+    columns = triton.next_power_of_2(n)
+    height = max(1, ROW_ELEMENTS // columns)
+    warps = min(16, max(4, height * columns // 1024))
+    kernel[triton.cdiv(m, height), count](*args, height, columns, num_warps=warps)
 
 
 # The order of a step's launches.
@@ -245,11 +243,11 @@ def launch(chunks: Sequence[Chunk], device: torch.device, count: int) -> None:
         current.wait_stream(stream)
 
 
-def record(chunks: Sequence[Chunk], device: torch.device, count: int) -> torch.cuda.CUDAGraph:
-    """Record the launches as a CUDA graph."""
+def record(work: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph:
+    """Record launches as a CUDA graph."""
     # cuBLAS keeps a workspace per stream. The graph needs its own: other code may free the others.
     torch._C._cuda_clearCublasWorkspaces()
-    graph = _capture(lambda: launch(chunks, device, count), device, _pool_owner(device).pool())
+    graph = _capture(work, device, _pool_owner(device).pool())
     torch._C._cuda_clearCublasWorkspaces()
     return graph
 

@@ -61,7 +61,7 @@ def packet_scales_kernel(addresses, stats, count, m, n, chunk, parts, size, BLOC
 @triton.jit(do_not_specialize=["count", "chunk"])
 def unpack_kernel(
     addresses, stats, out, stride, count, m, n, chunk, parts, tiles,
-    TURN: tl.constexpr, TILE: tl.constexpr,
+    TRANSPOSE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """`normalize_kernel`, for a matrix that arrived in packets."""
     matrix = tl.program_id(1).to(tl.int64)
@@ -73,7 +73,7 @@ def unpack_kernel(
     inside = (row[:, None] < m) & (column[None, :] < n)
     X = tl.load(pointer[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
     X = (X * factor[:, None]).to(out.dtype.element_ty)
-    if TURN:
+    if TRANSPOSE:
         inside = (column[:, None] < n) & (row[None, :] < m)
         place = column[:, None] * m + row[None, :]
         tl.store(out + matrix * stride + place, tl.trans(X), mask=inside)

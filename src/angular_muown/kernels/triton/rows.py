@@ -21,6 +21,10 @@ EXP_AVG = tl.constexpr(columns.EXP_AVG)
 EXP_AVG_SQ = tl.constexpr(columns.EXP_AVG_SQ)
 STATE_STRIDE = tl.constexpr(columns.STATE_STRIDE)
 ENTRY = tl.constexpr(columns.ENTRY)
+PACKET = tl.constexpr(columns.PACKET)
+RESULT = tl.constexpr(columns.RESULT)
+FIRST_ROW = tl.constexpr(columns.FIRST_ROW)
+HEADER = tl.constexpr(columns.HEADER)
 BETA = tl.constexpr(columns.BETA)
 STEP = tl.constexpr(columns.STEP)
 RADIUS_LR = tl.constexpr(columns.RADIUS_LR)
@@ -136,11 +140,14 @@ def _tangent(
 @triton.jit(do_not_specialize=["count"])
 def before_kernel(
     table, scalars, stats, work, stride, count, m, n,
-    CHART: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr,
+    CHART: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr, SHARDED: tl.constexpr,
     W_TYPE: tl.constexpr, G_TYPE: tl.constexpr, M_TYPE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Update M; store the matrix to orthogonalize as float16 rows with an exponent each."""
+    """Update M; store the matrix to orthogonalize as float16 rows with an exponent each.
+
+    If SHARDED, these are this rank's rows of a matrix, and they are stored as packets.
+    """
     matrix = tl.program_id(1).to(tl.int64)
     row, _, inside, offset, dense_offset = offsets(table, matrix, m, n, ROWS, COLUMNS)
     in_rows = row < m
@@ -159,9 +166,18 @@ def before_kernel(
         X = T + beta * M
     exponent = exponents(X)
     X = X * power_of_two(-exponent)[:, None]
-    tl.store(row_stats + EXPONENT * count * m, exponent.to(tl.float32), mask=in_rows)
-    tl.store(row_stats + SQUARES * count * m, tl.sum(X * X, axis=1), mask=in_rows)
-    tl.store(work + matrix * stride + dense_offset, X.to(work.dtype.element_ty), mask=inside)
+    squares = tl.sum(X * X, axis=1)
+    if SHARDED:
+        packet = address(table, matrix, PACKET, tl.float16, 16) + row * (n + HEADER)
+        header = packet.to(tl.pointer_type(tl.float32))
+        tl.store(header, exponent.to(tl.float32), mask=in_rows)
+        tl.store(header + 1, squares, mask=in_rows)
+        column = tl.arange(0, COLUMNS)
+        tl.store(packet[:, None] + HEADER + column[None, :], X.to(tl.float16), mask=inside)
+    else:
+        tl.store(row_stats + EXPONENT * count * m, exponent.to(tl.float32), mask=in_rows)
+        tl.store(row_stats + SQUARES * count * m, squares, mask=in_rows)
+        tl.store(work + matrix * stride + dense_offset, X.to(work.dtype.element_ty), mask=inside)
 
 
 # Kernels for norms: scaling to a given Frobenius norm, and NorMuon's second moment.
@@ -388,13 +404,14 @@ def _chord(W, new):
 def after_kernel(
     table, scalars, bias_corrections, stats, work, stride, count, m, n, scale,
     CHART: tl.constexpr, RADIUS: tl.constexpr, FACTORS: tl.constexpr, MAXIMIZE: tl.constexpr,
-    NOISE: tl.constexpr, OBSERVED: tl.constexpr,
+    NOISE: tl.constexpr, OBSERVED: tl.constexpr, SHARDED: tl.constexpr,
     W_TYPE: tl.constexpr, G_TYPE: tl.constexpr, M_TYPE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Update W and its row state from Q, which is the work buffer times `scale`.
 
-    If OBSERVED, also store how far the rows of the stored weight have turned.
+    If OBSERVED, also store how far the rows of the stored weight have turned. If SHARDED, these are
+    this rank's rows of a matrix, and those of Q are where they arrived.
     """
     matrix = tl.program_id(1).to(tl.int64)
     row, column, inside, offset, dense_offset = offsets(table, matrix, m, n, ROWS, COLUMNS)
@@ -405,7 +422,11 @@ def after_kernel(
         mean_pointer, past = _moment(table, matrix, EXP_AVG, row, in_rows)
         square_pointer, square = _moment(table, matrix, EXP_AVG_SQ, row, in_rows)
     W = read(table, matrix, WEIGHT, offset, inside, W_TYPE)
-    step = tl.load(work + matrix * stride + dense_offset, mask=inside, other=0.0).to(tl.float32)
+    if SHARDED:  # noqa: SIM108
+        Q = address(table, matrix, RESULT, tl.float16, 16)
+    else:
+        Q = work + matrix * stride
+    step = tl.load(Q + dense_offset, mask=inside, other=0.0).to(tl.float32)
     step = step * (tl.load(scalars + STEP) * scale)
     if FACTORS:
         step *= tl.load(row_stats + FACTOR * count * m, mask=in_rows, other=0.0)[:, None]
@@ -425,6 +446,8 @@ def after_kernel(
         if RADIUS == ADAM:
             _negate_momentum(table, matrix, (length < 0.0) & in_rows, offset, inside, M_TYPE)
     weight = address(table, matrix, WEIGHT, W_TYPE, 16)
+    if SHARDED:
+        row += tl.load(table + matrix * ENTRY + FIRST_ROW).to(tl.int32)
     stored = _rounded(new, row, column, scalars, NOISE, W_TYPE)
     tl.store(weight + offset, stored, mask=inside)
     if OBSERVED:

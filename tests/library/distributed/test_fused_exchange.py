@@ -1,0 +1,112 @@
+"""The kernels on sharded rows equal the kernels on whole matrices, in Triton's interpreter."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from angular_muown import AngularMuown, Muon, Muown, NorMuon, engine
+from angular_muown.distributed import session
+from angular_muown.kernels import coverage
+from tests.library.family import noise, parameter
+from tests.ranks import results
+
+pytest.importorskip("triton")
+
+from angular_muown.kernels import launch
+
+MEMBERS = {"AngularMuown": AngularMuown, "Muown": Muown, "Muon": Muon}
+# A fused weight whose blocks end in the middle of shards, a wide and a tall matrix.
+GROUPS: list[dict[str, Any]] = [
+    {"shapes": [(416, 128)], "blocks": [144, 144, 128]},
+    {"shapes": [(128, 144), (144, 128), (128, 144)]},
+]
+CASES: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "two rounds": {"workspace": 0.02},
+    "bf16 weights": {"dtype": torch.bfloat16},
+    "bf16 momentum": {"state_dtype": "bfloat16"},
+    "maximize": {"maximize": True, "weight_decay": 0.1},
+}
+
+
+def stepped(member: str, case: str, sharded: bool, steps: int = 2) -> tuple[list[Tensor], bool]:
+    """Weights and state after some steps, and whether the exchange was fused."""
+    options = dict(CASES[case])
+    dtype = options.pop("dtype", torch.float32)
+    launch.ROW_ELEMENTS = 16384  # the interpreter pays per program
+    coverage.runs_on = engine.runs_on = session.runs_on = lambda device: True
+    groups, params = make_groups(dtype, sharded)
+    optimizer = MEMBERS[member](
+        groups, lr=0.02, process_group=None if sharded else False, **options
+    )
+    for step in range(steps):
+        for i, p in enumerate(params):
+            G = noise(*p.shape, seed=10 * step + i, dtype=dtype)
+            skipped = i == len(params) - 1 and step == 1
+            p.grad = None if skipped else _placed(G, sharded)
+        optimizer.step()
+    fused = optimizer._session is not None and any(
+        group.fused is not None for group in optimizer._session.groups.values()
+    )
+    tensors = [*params, *(t for p in params for t in optimizer.state[p].values())]
+    return [_whole(t.detach()) for t in tensors], fused
+
+
+def make_groups(dtype: torch.dtype, sharded: bool) -> tuple[list[dict[str, Any]], list[Tensor]]:
+    groups, params = [], []
+    for number, group in enumerate(GROUPS):
+        own = [
+            nn.Parameter(_placed(_weight(shape, 100 * number + i).to(dtype), sharded))
+            for i, shape in enumerate(group["shapes"])
+        ]
+        groups.append({**{k: v for k, v in group.items() if k != "shapes"}, "params": own})
+        params += own
+    return groups, params
+
+
+def _weight(shape: tuple[int, int], seed: int) -> Tensor:
+    """The fourth row is zero."""
+    W = parameter(*shape, seed=seed, dtype=torch.float32).detach()
+    W[3] = 0.0
+    return W
+
+
+def _placed(t: Tensor, sharded: bool) -> Tensor:
+    if not sharded:
+        return t
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    return distribute_tensor(t, mesh, [Shard(0)])
+
+
+def _whole(t: Tensor) -> Tensor:
+    return t.full_tensor() if hasattr(t, "full_tensor") else t
+
+
+@pytest.mark.parametrize(
+    ("world", "member", "case"),
+    [
+        *((2, member, "float32") for member in MEMBERS),
+        *((2, "AngularMuown", case) for case in CASES if case != "float32"),
+        (3, "AngularMuown", "float32"),
+        (5, "AngularMuown", "two rounds"),
+        (7, "Muown", "bf16 weights"),
+    ],
+)
+def test_sharded_rows_equal_whole_matrices(world: int, member: str, case: str) -> None:
+    whole, _ = results(1, stepped, member, case, False)[0]
+    for sharded, fused in results(world, stepped, member, case, True):
+        assert fused, "the kernels cover these parameters"
+        for a, b in zip(sharded, whole, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_row_sums_over_a_matrix_leave_the_kernels() -> None:
+    """NorMuon restores the norm of whole matrices, which no rank has."""
+    recipe = NorMuon([nn.Parameter(torch.ones(2, 2))]).recipe
+    group = NorMuon([nn.Parameter(torch.ones(2, 2))]).param_groups[0]
+    assert coverage.knows(recipe(group))
+    assert not coverage.knows_shards(recipe(group))
