@@ -22,6 +22,7 @@ from tests.evidence.kept import (
     tables_in,
     words,
 )
+from tests.evidence.test_one_pass import by_schedule
 
 AGAIN = "run `make evidence` and copy what it made"
 ONE_PASS = "one-pass"  # of another text, and from a commit
@@ -53,7 +54,7 @@ def speeds() -> str:
 def test_tables_and_figures_in_the_docs_are_the_reports(report: Path) -> None:
     files = (report / "tables").glob("*.md")
     made = [rows_of(table) for path in files for table in tables_in(path.read_text())]
-    made.append(rows_of(speeds()))
+    made += map(rows_of, (speeds(), *by_schedule(report)))
     shown = tables_in(words())
     assert len(shown) >= 16
     for table in shown:

@@ -2,74 +2,175 @@
 
 import json
 import tarfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from angular_lab.experiment_plan import Experiment
 from angular_lab.experiments import experiment
-from angular_lab.one_pass import ANGULAR, DECOUPLED, LINEAR, LONG, SHORT, STEPS, STILL
+from angular_lab.one_pass import (
+    ANGULAR,
+    DECAYED,
+    DECOUPLED,
+    GRIDS,
+    LINEAR,
+    LONG,
+    SHORT,
+    STEPS,
+    STILL,
+)
 from angular_lab.rundir import RunDir
 from angular_lab.sweep import Sweep
-from tests.evidence.kept import ROOT, trained, words
+from angular_lab.sweep_grid import Grid
+from tests.evidence.kept import ROOT, readme, trained, words
 
 PLAN: Experiment = experiment("one-pass", "s")
 README = (ROOT / "results" / "README.md").read_text()
-UNFINISHED = ("muown, linear to zero",)  # not all of its rates
+METHODS = tuple(dict.fromkeys(method for method, _, _ in GRIDS))
+ORDER = (SHORT, LONG, LINEAR)
+EDGES = {f"muown, {LINEAR}", f"muown, {SHORT}", f"adamw, {SHORT}"}  # best at the lowest rate
 
 
-def best(report: Path) -> dict[str, tuple[float, float]]:
-    """Validation and training loss of every line whose grid is done, at its best rate."""
-    sweep = Sweep(PLAN, report / "runs" / "one-pass-s", "data/one-pass")
+@dataclass(frozen=True)
+class Best:
+    """A line whose grid is done, at its best rate."""
+
+    rate: float
+    loss: float
+    trained: float
+    edge: bool
+
+
+def best(report: Path) -> dict[str, Best]:
     found = {}
     for line in PLAN.lines:
-        grid = sweep.grid(line)
+        grid = grid_of(report, line.label)
         if grid.best:
-            assert not grid.best.at_edge, "the best rate lies inside the grid"
             (entry,) = (e for e in grid.entries if e.value == grid.best.lr)
-            found[line.label] = grid.best.loss, trained(entry.folder)
+            rate, loss, edge = grid.best.lr, grid.best.loss, grid.best.at_edge
+            found[line.label] = Best(rate, loss, trained(entry.folder), edge)
     return found
+
+
+def grid_of(report: Path, label: str) -> Grid:
+    sweep = Sweep(PLAN, report / "runs" / "one-pass-s", "data/one-pass")
+    (line,) = (line for line in PLAN.lines if line.label == label)
+    return sweep.grid(line)
+
+
+def by_schedule(report: Path) -> list[str]:
+    """The tables of validation and training losses, as the page shows them."""
+    found = best(report)
+
+    def row(method: str, cell: Callable[[Best], str]) -> str:
+        of = [found.get(f"{method}, {schedule}") for schedule in ORDER]
+        least = min((b.loss for b in of if b), default=0.0)
+        cells = [(f"**{cell(b)}**" if b.loss == least else cell(b)) if b else "-" for b in of]
+        return f"| {' | '.join([method, *cells])} |"
+
+    def with_rate(b: Best) -> str:
+        return f"{b.loss:.4f} at {b.rate:.4g}{' †' if b.edge else ''}"
+
+    def table(first: str, cell: Callable[[Best], str]) -> str:
+        head = f"| {' | '.join([first, *ORDER])} |"
+        return "\n".join([head, "| --- | --- | --- | --- |", *(row(m, cell) for m in METHODS)])
+
+    return [table("validation", with_rate), table("training", lambda b: f"{b.trained:.4f}")]
+
+
+def test_the_tables_by_schedule(report: Path) -> None:
+    for table in by_schedule(report):
+        assert f"\n\n{table}\n\n" in words()
+
+
+def test_which_grids_are_closed(report: Path) -> None:
+    found = best(report)
+    assert {label for label, b in found.items() if b.edge} == EDGES
+    missing = {line.label for line in PLAN.lines} - set(found)
+    assert missing == {f"hyperball, {schedule}" for schedule in ORDER}
+    closed = len(found) - len(EDGES)
+    assert f"Of {len(PLAN.lines)} grids {closed} are closed" in words()
+
+    def last(label: str) -> float:
+        """What the lowest rate takes off the next one."""
+        low, following, *_ = grid_of(report, label).entries
+        return following.loss - low.loss
+
+    linear, short = (last(f"muown, {schedule}") for schedule in (LINEAR, SHORT))
+    assert f"the last halving took {linear:.3f} and {short:.3f} off Muown" in words()
+    assert 0 < last(f"adamw, {SHORT}") < 0.0001
+    assert "the last step less than 0.0001 off AdamW" in words()
 
 
 def test_same_schedule_for_all(report: Path) -> None:
     found = best(report)
 
     def below(ours: str, other: str, schedule: str) -> str:
-        (low, low_trained), (high, high_trained) = (
-            found[f"{name}, {schedule}"] for name in (ours, other)
-        )
-        assert low_trained < high_trained, "training losses have the same order"
-        return f"{high - low:.3f} below"
+        low, high = (found[f"{name}, {schedule}"] for name in (ours, other))
+        assert low.trained < high.trained, "training losses have the same order"
+        assert low.loss < high.loss
+        return f"{high.loss - low.loss:.3f} below {NAMES[other]}"
 
-    normuon, muown, rival, adamw = (
-        below(ANGULAR, name, LONG) for name in ("normuon", "muown", DECOUPLED, "adamw")
-    )
-    told = f"({normuon} NorMuon, {muown} Muown, {rival} MagnitudeDirection, {adamw} AdamW)"
-    assert f"lowest after a cool-down of 50% {told}" in words()
-    normuon, rival = (below(ANGULAR, name, LINEAR) for name in ("normuon", DECOUPLED))
-    told = f"({normuon} NorMuon, {rival} MagnitudeDirection)"
-    assert f"where the rate falls to zero {told}" in words()
-    assert f"After one of 20% NorMuon is {below('normuon', ANGULAR, SHORT)} it" in words()
+    def ahead(ours: str, others: Sequence[str], schedule: str) -> str:
+        return ", ".join(below(ours, name, schedule) for name in others)
+
+    rest = ("normuon", "muon", "muown", DECOUPLED, "adamw")
+    told = f"AngularMuown is lowest ({ahead(ANGULAR, (DECAYED, *rest), LONG)})"
+    assert f"After a cool-down of 50% {told}" in words()
+    told = f"NorMuon with weight decay is lowest, {below(DECAYED, ANGULAR, LINEAR)}, which is "
+    told += ahead(ANGULAR, ("muon", "normuon", DECOUPLED, "muown", "adamw"), LINEAR)
+    assert f"Where the rate falls to zero {told}" in words()
+    told = f"NorMuon without it is lowest, {below('normuon', ANGULAR, SHORT)}"
+    assert f"After a cool-down of 20% {told}" in words()
+    ahead(ANGULAR, ("muown", DECAYED, "muon", DECOUPLED, "adamw"), SHORT)
+
+
+NAMES = {
+    ANGULAR: "AngularMuown",
+    DECAYED: "NorMuon with weight decay",
+    "normuon": "NorMuon",
+    "muon": "Muon",
+    "muown": "Muown",
+    DECOUPLED: "MagnitudeDirection",
+    "adamw": "AdamW",
+}
 
 
 def test_each_at_its_best_schedule(report: Path) -> None:
-    losses = {label: loss for label, (loss, _) in best(report).items()}
+    losses = {label: b.loss for label, b in best(report).items()}
     of: dict[str, dict[str, float]] = {}
-    for method in (ANGULAR, STILL, "normuon", DECOUPLED):
-        labels = {schedule: f"{method}, {schedule}" for schedule in (SHORT, LONG, LINEAR)}
+    for method in METHODS:
+        labels = {schedule: f"{method}, {schedule}" for schedule in ORDER}
         of[method] = {key: losses[label] for key, label in labels.items() if label in losses}
+    assert not of.pop("hyperball")
     lowest = {method: min(found, key=found.__getitem__) for method, found in of.items()}
-    assert lowest == {ANGULAR: LINEAR, STILL: LINEAR, "normuon": LONG, DECOUPLED: LINEAR}
-    ours = min(of[ANGULAR].values())
-    still, normuon, rival = (
-        min(of[name].values()) - ours for name in (STILL, "normuon", DECOUPLED)
-    )
-    told = f"it is {still:.3f} below κ = 1, {normuon:.3f} below NorMuon and {rival:.3f} below Magn"
-    assert told in words()
-    gained = [of[m][SHORT] - min(of[m].values()) for m in (ANGULAR, STILL, "normuon")]
-    told = "takes {:.3f} off AngularMuown, {:.3f} off it with κ = 1 and {:.3f} off NorMuon"
+    assert {m for m, schedule in lowest.items() if schedule == LONG} == {
+        "normuon", "muown", "adamw"
+    }  # fmt: skip
+    assert SHORT not in lowest.values()
+    least = {method: min(found.values()) for method, found in of.items()}
+    assert sorted(least, key=least.__getitem__)[:2] == [DECAYED, ANGULAR]
+    lead = least[ANGULAR] - least[DECAYED]
+    assert f"NorMuon with weight decay is lowest, {lead:.3f} below AngularMuown" in words()
+    assert f"lowest so far and AngularMuown second, {lead:.3f} above it" in words()
+    assert f"NorMuon with weight decay is {lead:.3f} below AngularMuown" in readme()
+    above = [least[m] - least[ANGULAR] for m in ("muon", STILL, "normuon", "muown", DECOUPLED)]
+    told = "which is {:.3f} below Muon, {:.3f} below κ = 1, {:.3f} below NorMuon without decay, "
+    told += "{:.3f} below Muown and {:.3f} below MagnitudeDirection"
+    assert told.format(*above) in words()
+    gained = [of[m][SHORT] - least[m] for m in (ANGULAR, STILL, "normuon", DECAYED, "muon")]
+    told = "takes {:.3f} off AngularMuown, {:.3f} off it with κ = 1, {:.3f} off NorMuon, "
+    told += "{:.3f} off it with decay and {:.3f} off Muon"
     assert told.format(*gained) in words()
-    missing = {line.label for line in PLAN.lines} - set(losses)
-    for label in (f"{DECOUPLED}, {SHORT}", f"muown, {SHORT}", f"adamw, {LINEAR}", *UNFINISHED):
-        assert label in missing
+    linear, long, short = (
+        of["normuon"][schedule] - of[DECAYED][schedule] for schedule in (LINEAR, LONG, SHORT)
+    )
+    told = f"takes {linear:.3f} off NorMuon where the rate falls to zero and {long:.3f} after a "
+    told += f"cool-down of 50%; after one of 20% it adds {-short:.3f}"
+    assert told in words()
+    high = {m: grid_of(report, f"{m}, {LINEAR}").entries[-1].loss for m in ("normuon", DECAYED)}
+    assert f"breaks down at 0.032 ({high['normuon']:.4f} and " in words()
+    assert f"With decay it does not where the rate falls to zero ({high[DECAYED]:.4f})" in words()
 
 
 def test_all_runs_are_of_one_commit_and_one_length(report: Path) -> None:
