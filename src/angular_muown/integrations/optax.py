@@ -28,8 +28,8 @@ from angular_muown.stages.orthogonalize import (
 )
 from angular_muown.stages.scale import SCALES
 
-# The functions from here to POLARS mirror the torch update and stages by name, for one matrix.
-# Constants and scales are imported from there, and tests compare the results.
+# The functions down to POLARS mirror the torch update and its stages by name, for one matrix.
+# They share the torch constants and scales, and tests compare the results.
 
 
 class Moments(NamedTuple):

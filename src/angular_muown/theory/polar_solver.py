@@ -113,7 +113,7 @@ class SmoothPolar(NamedTuple):
 MAJORIZER_STEPS = 2  # initial steps with the majorizer alone; enough for most rectangular matrices
 INITIAL_EPS = 0.005  # relative to the mean singular value
 SMOOTHING_COST = 0.5  # the share of the gap that smoothing may cost
-MAX_EPS_DROP = 0.05  # eps is multiplied by no less than this in one step
+MIN_EPS_FACTOR = 0.05  # the fastest decrease of eps in one step
 CONVERGED = 0.01  # decrease eps if a step promises less than this share of the gap
 INITIAL_DAMPING = 0.1  # after the majorizer steps
 CG_TOLERANCE, CG_ITERATIONS = 1e-2, 50
@@ -249,7 +249,7 @@ def _next_eps(solver: _Solver) -> Tensor:
     allowed = SMOOTHING_COST * (solver.bound - solver.reached).unsqueeze(-1)
     cheap = solver.polar.excess(levels) <= allowed
     target = torch.where(cheap, levels, levels[..., -1:]).amax(dim=-1, keepdim=True)
-    lower = torch.maximum(torch.minimum(target, eps), MAX_EPS_DROP * eps)
+    lower = torch.maximum(torch.minimum(target, eps), MIN_EPS_FACTOR * eps)
     return select(solver.centered, lower, eps)
 
 

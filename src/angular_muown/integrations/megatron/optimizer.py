@@ -37,8 +37,8 @@ class MegatronAngularMuown(AngularMuown):
 
     Args:
         qkv_split_shapes: row counts of q, k and v (or q, gate, k and v) in one query group.
-        pg_collection: Megatron's process groups, of which `tp` and `expt_tp` are used. None means
-            no tensor parallelism.
+        pg_collection: Megatron's process groups; only `tp` and `expt_tp` are used. None means no
+            tensor parallelism.
         settings: arguments of AngularMuown.
     """
 
