@@ -1,4 +1,4 @@
-"""The scripts in examples/, as modules: tests run what a user runs."""
+"""Import the scripts in examples/, so that tests run what users run."""
 
 import importlib
 import sys
@@ -13,20 +13,20 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def load(name: str) -> ModuleType:
     if str(EXAMPLES) not in sys.path:
-        sys.path.append(str(EXAMPLES))  # as Python does for a script, whose neighbours it imports
+        sys.path.append(str(EXAMPLES))  # as for a script: examples import each other
     return importlib.import_module(name)
 
 
 def assert_same_weights(a: nn.Module, b: nn.Module) -> None:
-    """Bit for bit."""
-    ours, theirs = a.state_dict(), b.state_dict()
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        assert torch.equal(value, theirs[name]), name
+    """Assert that two models' state dicts are equal bit for bit."""
+    first, second = a.state_dict(), b.state_dict()
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
 
 
 def assert_falls(losses: list[float], factor: float) -> None:
-    """From the first losses to the last, by a factor at least."""
+    """Assert that the last tenth of the losses is below `factor` times the first tenth."""
     tenth = max(1, len(losses) // 10)
     first, last = sum(losses[:tenth]) / tenth, sum(losses[-tenth:]) / tenth
     assert last < first * factor, (first, last)

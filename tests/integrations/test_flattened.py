@@ -1,7 +1,7 @@
-"""FSDP1 and DeepSpeed's ZeRO flatten parameters: an error that names one and says what to use.
+"""FSDP1 and DeepSpeed's ZeRO flatten parameters: the error names one and says what to use.
 
-FSDP1 runs for real. DeepSpeed builds against the torch that is there, so the suite does not
-install it: what it does to the groups is repeated here by hand, and where it is installed it runs.
+FSDP1 itself runs here. DeepSpeed is compiled against the installed torch, so the suite does not
+install it: the tests modify the groups as DeepSpeed does. If DeepSpeed is installed, it runs too.
 """
 
 import os
@@ -20,12 +20,12 @@ from tests.library.models import loss_of, tiny_lm
 from tests.ranks import results
 
 
-def shard(model: nn.Module, **how) -> FullyShardedDataParallel:
-    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **how)
+def shard(model: nn.Module, **options) -> FullyShardedDataParallel:
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"), **options)
 
 
 def work() -> None:
-    warnings.simplefilter("ignore")  # torch's, about FSDP1
+    warnings.simplefilter("ignore")  # torch deprecates FSDP1
     for keep_names in (False, True):
         model = shard(tiny_lm(), use_orig_params=keep_names)
         with pytest.raises(
@@ -41,7 +41,7 @@ def work() -> None:
             ValueError, match=r"'_fsdp_wrapped_module._flat_param' .*flattened by F"
         ):
             AngularMuown([group])
-    # Planned before it was wrapped, the matrices turn flat afterwards.
+    # Wrapping after plan() flattens matrices that the optimizer already holds.
     model = tiny_lm()
     optimizer = AngularMuown(plan(model))
     wrapped = shard(model, use_orig_params=True)
@@ -49,15 +49,15 @@ def work() -> None:
     before = [p.clone() for p in wrapped.parameters()]
     with pytest.raises(ValueError, match=r"made of 'layers.0.attn.qkv.weight'.*Under FSDP1: use F"):
         optimizer.step()
-    assert all(map(torch.equal, before, wrapped.parameters())), "nothing moved"
+    assert all(map(torch.equal, before, wrapped.parameters())), "no weight changed"
 
 
-def test_fsdp1_on_two_ranks() -> None:
+def test_fsdp1_is_rejected_on_two_ranks() -> None:
     results(2, work)
 
 
-def test_a_flat_partition_of_zero_in_a_group() -> None:
-    """As stages 1, 2 and 3 do: one flat tensor instead of a group's parameters."""
+def test_a_flat_zero_partition_is_rejected() -> None:
+    """ZeRO 1, 2 and 3 replace the parameters of a group by one flat tensor."""
     optimizer = AngularMuown(plan(tiny_lm()))
     for group in optimizer.param_groups:
         flat = torch.cat([p.detach().flatten() for p in group["params"]]).requires_grad_()
@@ -71,11 +71,11 @@ def test_a_flat_partition_of_zero_in_a_group() -> None:
     ):
         optimizer.step()
     after = [p for group in optimizer.param_groups for p in group["params"]]
-    assert all(map(torch.equal, before, after)), "nothing moved"
+    assert all(map(torch.equal, before, after)), "no weight changed"
 
 
-def test_parameters_that_zero_3_has_taken_away() -> None:
-    """As under deepspeed.zero.Init: an empty tensor with DeepSpeed's number."""
+def test_parameters_emptied_by_zero_3_are_rejected() -> None:
+    """deepspeed.zero.Init leaves an empty tensor with the attribute ds_id."""
     model = tiny_lm()
     model.lm_head.weight = nn.Parameter(torch.empty(0))
     model.lm_head.weight.ds_id = 0
@@ -115,11 +115,11 @@ except ValueError as error:
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_deepspeed(stage, tmp_path) -> None:
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+def test_deepspeed_runs_at_stage_0_only(stage, tmp_path) -> None:
+    one_rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     environment = {
         **os.environ,
-        **alone,
+        **one_rank,
         "MASTER_PORT": str(29600 + stage),
         "DS_ACCELERATOR": "cpu",
     }

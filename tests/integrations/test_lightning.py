@@ -1,4 +1,4 @@
-"""Lightning's Trainer and Fabric, the real ones: one optimizer, schedule per step, resume."""
+"""Lightning's Trainer and Fabric: one optimizer, per-step schedules, resuming."""
 
 import csv
 from pathlib import Path
@@ -15,7 +15,7 @@ from angular_muown import AngularMuown
 from angular_muown.integrations.lightning import AngleMonitorCallback, per_step
 from tests.integrations.scripts import assert_falls, assert_same_weights, load
 
-# Lightning's own: what it uses of torch, and what it thinks of loaders without workers.
+# Warnings from Lightning itself.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -35,22 +35,22 @@ def test_the_example_learns_and_resumes_bit_for_bit(example: dict[str, Any], hos
     assert_same_weights(example["weights"][host], example["resumed"][host])
 
 
-def test_both_hosts_take_the_same_steps(example: dict[str, Any]) -> None:
-    """Clipping and schedule included: neither adds anything of its own."""
+def test_trainer_and_fabric_take_the_same_steps(example: dict[str, Any]) -> None:
+    """Including gradient clipping and the schedule."""
     assert example["losses"]["lightning"] == example["losses"]["fabric"]
 
 
-def test_the_monitor_reaches_the_logger(example: dict[str, Any]) -> None:
+def test_the_callback_logs_measurements(example: dict[str, Any]) -> None:
     logged = {part: _logged(example["out"] / part) for part in ("whole", "resumed")}
     assert [row["step"] for row in logged["whole"]] == [1, 11, 21, 31, 41, 51]
-    # the resumed half counts on where the first one ended, and so does kappa
+    # the resumed half continues the step count, and so does kappa
     assert [row["step"] for row in logged["resumed"]] == [31, 41, 51]
     assert logged["whole"][3:] == logged["resumed"]
     kappas = [row["muown/kappa"] for row in logged["whole"]]
     assert kappas[0] == 1.0
     assert kappas == sorted(kappas, reverse=True)
     angles = [row["muown/angle_mean/network.mix.weight"] for row in logged["whole"]]
-    assert max(angles) == pytest.approx(0.03, rel=0.1)  # lr at its height
+    assert max(angles) == pytest.approx(0.03, rel=0.1)  # the peak learning rate
 
 
 def _logged(folder: Path) -> list[dict[str, float]]:
@@ -61,12 +61,12 @@ def _logged(folder: Path) -> list[dict[str, float]]:
 class Small(pl.LightningModule):
     def __init__(self, fails: bool = False) -> None:
         super().__init__()
-        self.layer, self.fails, self.rates = nn.Linear(4, 4, bias=False), fails, []
+        self.layer, self.fails, self.lrs = nn.Linear(4, 4, bias=False), fails, []
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         if self.fails and batch_idx == 2:
             raise RuntimeError("on purpose")
-        self.rates.append(self.optimizers().param_groups[0]["lr"])  # pyrefly: ignore
+        self.lrs.append(self.optimizers().param_groups[0]["lr"])  # pyrefly: ignore
         return self.layer(batch[0]).square().mean()
 
     def configure_optimizers(self) -> Any:
@@ -84,31 +84,31 @@ def fit(module: Small, tmp_path: Path, **settings: Any) -> pl.Trainer:
     return trainer
 
 
-def test_the_schedule_moves_with_the_optimizers_steps(tmp_path: Path) -> None:
+def test_the_schedule_follows_optimizer_steps(tmp_path: Path) -> None:
     module = Small()
     fit(module, tmp_path)
-    assert module.rates == [1, 1 / 2, 1 / 3, 1 / 4]
+    assert module.lrs == [1, 1 / 2, 1 / 3, 1 / 4]
     accumulated = Small()
     fit(accumulated, tmp_path, accumulate_grad_batches=2)
-    assert accumulated.rates == [1, 1, 1 / 2, 1 / 2]
+    assert accumulated.lrs == [1, 1, 1 / 2, 1 / 2]
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_monitor_takes_its_hooks_off(tmp_path: Path, fails: bool) -> None:
+def test_the_callback_removes_its_hooks(tmp_path: Path, fails: bool) -> None:
     module, callback = Small(fails), AngleMonitorCallback(every=1)
-    seen = []
+    optimizers = []
 
-    class Watch(pl.Callback):
+    class Record(pl.Callback):
         def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-            seen.append(trainer.optimizers[0])
+            optimizers.append(trainer.optimizers[0])
 
-    settings = {"callbacks": [callback, Watch()]}
+    settings = {"callbacks": [callback, Record()]}
     if fails:
         with pytest.raises(RuntimeError, match="on purpose"):
             fit(module, tmp_path, **settings)
     else:
         fit(module, tmp_path, **settings)
-    optimizer = seen[0]
+    optimizer = optimizers[0]
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
     assert callback.logs == []
@@ -116,20 +116,20 @@ def test_the_monitor_takes_its_hooks_off(tmp_path: Path, fails: bool) -> None:
 
 @pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("settings", [{"average": 0.5}], ids=str)
-def test_an_average_through_fabrics_wrapper(settings: dict[str, Any], inner: bool) -> None:
-    """It reaches the weights, and no step goes through by the other of the two."""
+def test_averaged_works_through_fabrics_wrapper(settings: dict[str, Any], inner: bool) -> None:
+    """Entered through the optimizer or its wrapper, it also blocks step() of the other."""
     fabric = Fabric(accelerator="cpu", devices=1)
-    made = nn.Linear(8, 8, bias=False)
-    own = AngularMuown(made.parameters(), lr=0.02, **settings)
-    model, wrapped = fabric.setup(made, own)
-    for _ in range(12):  # a tenth of ten steps is one: the last weights
+    layer = nn.Linear(8, 8, bias=False)
+    optimizer = AngularMuown(layer.parameters(), lr=0.02, **settings)
+    model, wrapped = fabric.setup(layer, optimizer)
+    for _ in range(12):
         fabric.backward(model(torch.randn(4, 8)).square().mean())
         wrapped.step()
-    outer, other = (own, wrapped) if inner else (wrapped, own)
-    before = made.weight.detach().clone()
-    with outer.averaged():
-        assert torch.equal(made.weight, own.state[made.weight]["average"])
-        assert not torch.equal(made.weight, before)
+    entered, other = (optimizer, wrapped) if inner else (wrapped, optimizer)
+    before = layer.weight.detach().clone()
+    with entered.averaged():
+        assert torch.equal(layer.weight, optimizer.state[layer.weight]["average"])
+        assert not torch.equal(layer.weight, before)
         with pytest.raises(RuntimeError, match=r"step\(\) was called inside averaged"):
             other.step()
-    assert torch.equal(made.weight, before)
+    assert torch.equal(layer.weight, before)

@@ -1,4 +1,4 @@
-"""TensorBoard, W&B and trackio, the real ones without a network: angles, radii and kappa."""
+"""Log angles, radii and kappa to TensorBoard, W&B and trackio, offline."""
 
 import json
 import os
@@ -15,15 +15,15 @@ from angular_muown import AngularMuown, plan
 from angular_muown.integrations.loggers import log_angles
 from tests.integrations.scripts import assert_falls, load
 
-BLOCK = 32768  # bytes, in W&B's file
+BLOCK = 32768  # bytes per block of a W&B file
 EVERY, STEPS = 2, 5
-MEASURED = [1, 3, 5]  # of the steps 1 to 5, every second one
+MEASURED = [1, 3, 5]  # every second of 5 steps
 KEYS = ("angle_mean", "row_norm_mean", "kappa", "angle_mean/0.weight", "row_norm_mean/0.weight")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _trackio_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """trackio looks for its folder once, when it is imported."""
+    """trackio reads TRACKIO_DIR only when it is imported."""
     os.environ.setdefault("TRACKIO_DIR", str(tmp_path_factory.mktemp("trackio")))
 
 
@@ -49,29 +49,29 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, after: Any = lambd
         after()
 
 
-def wanted() -> dict[int, dict[str, float]]:
-    """What a plain function is given, after the same seed as the dashboards."""
+def expected_values() -> dict[int, dict[str, float]]:
+    """Return what a plain function receives, and reset the seed for the logger under test."""
     torch.manual_seed(1)
-    seen: dict[int, dict[str, float]] = {}
+    received: dict[int, dict[str, float]] = {}
     model, optimizer = make()
-    log_angles(model, optimizer, lambda values, step: seen.update({step: values}), every=EVERY)
+    log_angles(model, optimizer, lambda values, step: received.update({step: values}), every=EVERY)
     train(model, optimizer)
     torch.manual_seed(1)
-    return seen
+    return received
 
 
 def test_a_function_gets_values_and_steps() -> None:
-    seen = wanted()
-    assert list(seen) == MEASURED
-    assert {f"muown/{key}" for key in KEYS} <= seen[1].keys()
-    assert [seen[t]["muown/kappa"] for t in MEASURED] == [1.0, 1 / 3, 1 / 5]
+    received = expected_values()
+    assert list(received) == MEASURED
+    assert {f"muown/{key}" for key in KEYS} <= received[1].keys()
+    assert [received[t]["muown/kappa"] for t in MEASURED] == [1.0, 1 / 3, 1 / 5]
 
 
-def test_tensorboard(tmp_path: Path) -> None:
+def test_tensorboard_receives_all_measurements(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from torch.utils.tensorboard import SummaryWriter
 
-    expected = wanted()
+    expected = expected_values()
     model, optimizer = make()
     with SummaryWriter(str(tmp_path)) as writer:
         log_angles(model, optimizer, writer, every=EVERY)
@@ -84,50 +84,52 @@ def test_tensorboard(tmp_path: Path) -> None:
         assert [s.value for s in scalars] == pytest.approx(values)
 
 
-USERS: dict[str, Any] = {  # what the user logs after step t, to a run
+USER_LOGS: dict[str, Any] = {  # what the user logs to a run after step t
     "nothing": lambda run, t: None,
     "often": lambda run, t: [run.log({"loss": 1.0}) for _ in range(3)],
     "with steps": lambda run, t: run.log({"loss": 1.0}, step=t),
-    "at last": lambda run, t: run.log({"loss": 1.0}) if t == STEPS else None,
+    "at the end": lambda run, t: run.log({"loss": 1.0}) if t == STEPS else None,
 }
 
 
-@pytest.mark.parametrize("habit", USERS)
-def test_wandb_offline(habit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All measurements are in the file, however often the user logs; none of his rows is lost."""
+@pytest.mark.parametrize("habit", USER_LOGS)
+def test_wandb_keeps_all_measurements_and_user_rows(
+    habit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often the user logs, and with or without step numbers."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     import wandb
 
-    expected = wanted()
+    expected = expected_values()
     model, optimizer = make()
     run = wandb.init(project="test", dir=str(tmp_path))
     log_angles(model, optimizer, run, every=EVERY)
     steps = iter(range(1, STEPS + 1))
-    train(model, optimizer, after=lambda: USERS[habit](run, next(steps)))
+    train(model, optimizer, after=lambda: USER_LOGS[habit](run, next(steps)))
     run.finish()
-    wandb.teardown()  # the file is written by another process, which this waits for
+    wandb.teardown()  # wait for the process that writes the file
     rows = _wandb_rows(next(tmp_path.rglob("*.wandb")))
-    logged = {"nothing": 0, "often": 3 * STEPS, "with steps": STEPS, "at last": 1}
+    logged = {"nothing": 0, "often": 3 * STEPS, "with steps": STEPS, "at the end": 1}
     assert sum("loss" in row for row in rows) == logged[habit]
-    found = {int(row["muown/step"]): row for row in rows if "muown/step" in row}
-    assert list(found) == MEASURED
+    measured = {int(row["muown/step"]): row for row in rows if "muown/step" in row}
+    assert list(measured) == MEASURED
     for step, values in expected.items():
-        assert {k: found[step][k] for k in values} == pytest.approx(values)
+        assert {k: measured[step][k] for k in values} == pytest.approx(values)
 
 
 def _wandb_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows in a run's file: protobuf records, cut like LevelDB's log into pieces of blocks."""
+    """Read the rows of a run's file: protobuf records in the block format of LevelDB's log."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, rows, at, pending = path.read_bytes(), [], 7, b""  # 7: the file's own header
-    while at + 7 <= len(data):
-        _, length, kind = struct.unpack_from("<IHB", data, at)
-        pending += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        room = BLOCK - at % BLOCK
-        at += room if room < 7 else 0  # no header fits: the rest of a block is padding
-        if kind in (1, 4):  # a whole record, or the last piece of one
+    data, rows, offset, pending = path.read_bytes(), [], 7, b""  # 7: the file header
+    while offset + 7 <= len(data):
+        _, length, kind = struct.unpack_from("<IHB", data, offset)
+        pending += data[offset + 7 : offset + 7 + length]
+        offset += 7 + length
+        room = BLOCK - offset % BLOCK
+        offset += room if room < 7 else 0  # too short for a header: padding
+        if kind in (1, 4):  # a full record, or its last fragment
             record = Record.FromString(pending)
             items, pending = record.history.item, b""
             row = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items}
@@ -135,10 +137,10 @@ def _wandb_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def test_trackio_on_disk() -> None:
+def test_trackio_stores_all_measurements() -> None:
     import trackio
 
-    expected = wanted()
+    expected = expected_values()
     model, optimizer = make()
     run = trackio.init(project="test", embed=False)
     log_angles(model, optimizer, run, every=EVERY)
@@ -160,7 +162,7 @@ def test_the_example_writes_and_learns(
     elif to == "wandb":
         import wandb
 
-        wandb.teardown()  # the file is written by another process, which this waits for
+        wandb.teardown()  # wait for the process that writes the file
         rows = _wandb_rows(next(tmp_path.rglob("*.wandb")))
         assert [row["muown/step"] for row in rows if "muown/kappa" in row] == measured
     else:
@@ -170,37 +172,37 @@ def test_the_example_writes_and_learns(
         assert [event.step for event in events.Scalars("muown/kappa")] == measured
 
 
-def test_another_optimizer_is_counted_by_its_own_steps() -> None:
+def test_steps_of_any_torch_optimizer_are_counted_until_close() -> None:
     model, _ = make()
-    seen: list[int] = []
+    steps: list[int] = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    log = log_angles(model, optimizer, lambda values, step: seen.append(step), every=EVERY)
+    log = log_angles(model, optimizer, lambda values, step: steps.append(step), every=EVERY)
     train(model, optimizer)
-    assert seen == MEASURED
+    assert steps == MEASURED
     log.close()
     train(model, optimizer)
-    assert seen == MEASURED
+    assert steps == MEASURED
     assert not optimizer._optimizer_step_post_hooks
 
 
-def test_without_parameters_only_the_means() -> None:
+def test_without_per_parameter_only_overall_values_are_logged() -> None:
     model, optimizer = make()
-    seen: dict[str, float] = {}
-    log_angles(model, optimizer, lambda v, step: seen.update(v), per_parameter=False, prefix="a")
+    logged: dict[str, float] = {}
+    log_angles(model, optimizer, lambda v, step: logged.update(v), per_parameter=False, prefix="a")
     train(model, optimizer)
-    assert {"a/angle_mean", "a/angle_max", "a/row_norm_mean", "a/kappa"} <= seen.keys()
-    assert all(key.count("/") == 1 for key in seen)
+    assert {"a/angle_mean", "a/angle_max", "a/row_norm_mean", "a/kappa"} <= logged.keys()
+    assert all(key.count("/") == 1 for key in logged)
 
 
-def test_no_writer_measures_and_writes_nothing() -> None:
+def test_without_a_writer_it_measures_but_does_not_log() -> None:
     model, optimizer = make()
     log = log_angles(model, optimizer, None)
     train(model, optimizer)
     assert log.monitor.steps == STEPS
 
 
-def test_something_else_is_refused() -> None:
+def test_an_invalid_writer_is_rejected() -> None:
     model, optimizer = make()
     with pytest.raises(TypeError, match="writer=3 has neither add_scalar"):
         log_angles(model, optimizer, 3)
-    assert not optimizer._optimizer_step_pre_hooks  # and nothing is left behind
+    assert not optimizer._optimizer_step_pre_hooks  # nothing was attached

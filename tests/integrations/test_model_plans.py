@@ -1,7 +1,7 @@
-"""Where the parameters of real model classes land, and that what is planned is what is meant.
+"""How `plan` assigns the parameters of common model classes, and what that means for a step.
 
-The table says it for everything with two or more dimensions, in the words of the plan's own
-columns; vectors and scalars are AdamW's throughout.
+The table lists every parameter with two or more dimensions, in the terms of the printed plan. AdamW
+takes all vectors and scalars.
 """
 
 from fnmatch import fnmatchcase
@@ -17,7 +17,7 @@ from tests.integrations.tiny_models import DECODER, ENCODER, MODELS, build, loss
 HIDDEN, EMBEDDING = ("matrix", "whole", "hidden"), ("adamw", "", "embedding")
 HEAD, TIED, ROUTER = ("adamw", "", "head"), ("adamw", "", "tied head"), ("adamw", "", "router")
 DEPTHWISE, VECTORS = ("adamw", "", "depthwise"), ("adamw", "", "vectors of experts")
-CONV, TURNED = ("matrix", "conv", "Conv2d"), ("matrix", "transposed", "Conv1D")
+CONV, TRANSPOSED = ("matrix", "conv", "Conv2d"), ("matrix", "transposed", "Conv1D")
 
 DECODER_TABLE = {
     "model.embed_tokens.weight": EMBEDDING,
@@ -56,7 +56,7 @@ TABLE = {
         "model.layers.?.mlp.gate.weight": ROUTER,
         **experts("MixtralExperts", "stack, 2 x rows", "stack"),
     },
-    "gpt_oss": {  # gate and up rows take turns, so they are no blocks
+    "gpt_oss": {  # gate and up rows alternate, so they are not blocks
         **DECODER_TABLE,
         "model.layers.?.mlp.router.weight": ROUTER,
         "model.layers.?.mlp.experts.*_bias": VECTORS,
@@ -66,8 +66,8 @@ TABLE = {
         "transformer.wte.weight": TIED,
         "transformer.wpe.weight": EMBEDDING,
         "transformer.h.?.attn.c_attn.weight": ("matrix", "transposed, 3 x rows", "Conv1D"),
-        "transformer.h.?.attn.c_proj.weight": TURNED,
-        "transformer.h.?.mlp.*.weight": TURNED,
+        "transformer.h.?.attn.c_proj.weight": TRANSPOSED,
+        "transformer.h.?.mlp.*.weight": TRANSPOSED,
     },
     "bert_mlm": {
         "bert.embeddings.word_embeddings.weight": TIED,
@@ -115,26 +115,26 @@ TABLE = {
 }
 
 
-def landed(model: nn.Module) -> dict[str, tuple[str, str, str]]:
-    """name -> rule, cut and reason, as the printed table has them."""
+def assignments(model: nn.Module) -> dict[str, tuple[str, str, str]]:
+    """Return the rule, cut and reason of every parameter, as the printed plan shows them."""
     groups = plan(model)
     rows = [groups._line(name, p, group) for group in groups for name, p in group["params"]]
     return {name: (rule, cut, why) for name, _, rule, cut, _, _, why in rows}
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_where_parameters_land(name) -> None:
+def test_parameters_are_assigned_as_in_the_table(name) -> None:
     model, used = build(name), set()
-    found = landed(model)
+    assigned = assignments(model)
     parameters = dict(model.named_parameters())
-    assert found.keys() == parameters.keys(), "each exactly once, tied ones under one name"
+    assert assigned.keys() == parameters.keys(), "each exactly once, tied ones under one name"
     for key, p in parameters.items():
         if p.ndim < 2:
-            assert found[key][0] == "adamw", key
+            assert assigned[key][0] == "adamw", key
             continue
         matching = [pattern for pattern in TABLE[name] if fnmatchcase(key, pattern)]
-        assert len(matching) == 1, f"{key} is described by {matching}"
-        assert found[key] == TABLE[name][matching[0]], key
+        assert len(matching) == 1, f"{key} matches {matching}"
+        assert assigned[key] == TABLE[name][matching[0]], key
         used.update(matching)
     assert used == TABLE[name].keys()
 
@@ -151,83 +151,83 @@ def test_a_few_steps_lower_the_loss(name) -> None:
     assert loss_of(model, name) < first
 
 
-def step_with(model: nn.Module, gradients: dict[str, torch.Tensor], **how) -> None:
-    """Two steps, so that momentum counts as well."""
-    optimizer = AngularMuown(plan(model, **how), lr=0.1)
+def step_with(model: nn.Module, gradients: dict[str, torch.Tensor], **options) -> None:
+    """Take two steps, to include momentum."""
+    optimizer = AngularMuown(plan(model, **options), lr=0.1)
     for factor in (1.0, -0.3):
         for name, p in model.named_parameters():
             p.grad = factor * gradients[name]
         optimizer.step()
 
 
-def test_a_transposed_fused_layer_moves_as_three_linear_ones() -> None:
-    """The law behind GPT-2's row of the table."""
+def test_a_transposed_fused_layer_is_stepped_as_three_linear_layers() -> None:
+    """As the table states for GPT-2."""
     attention = build("gpt2").transformer.h[0].attn
     fused = nn.ModuleDict({"attn": attention})
     gradients = {name: torch.randn_like(p) for name, p in fused.named_parameters()}
-    apart = nn.ModuleDict({key: nn.Linear(16, 16, bias=False) for key in "qkv"})
-    own = {}
-    for i, layer in enumerate(apart):
+    separate = nn.ModuleDict({key: nn.Linear(16, 16, bias=False) for key in "qkv"})
+    separate_gradients = {}
+    for i, layer in enumerate(separate):
         columns = slice(16 * i, 16 * i + 16)
-        apart[layer].weight = nn.Parameter(attention.c_attn.weight[:, columns].T.clone())
-        own[f"{layer}.weight"] = gradients["attn.c_attn.weight"][:, columns].T
+        separate[layer].weight = nn.Parameter(attention.c_attn.weight[:, columns].T.clone())
+        separate_gradients[f"{layer}.weight"] = gradients["attn.c_attn.weight"][:, columns].T
     step_with(fused, gradients, head=None)
-    step_with(apart, own, head=None)
-    together = torch.cat([layer.weight for layer in apart.values()]).T
-    torch.testing.assert_close(attention.c_attn.weight, together)
+    step_with(separate, separate_gradients, head=None)
+    joined = torch.cat([layer.weight for layer in separate.values()]).T
+    torch.testing.assert_close(attention.c_attn.weight, joined)
 
 
-@pytest.mark.parametrize(("name", "turned"), [("mixtral", False), ("gpt_oss", True)])
-def test_a_stack_of_experts_moves_as_its_experts(name, turned) -> None:
+@pytest.mark.parametrize(("name", "transposed"), [("mixtral", False), ("gpt_oss", True)])
+def test_a_stack_of_experts_is_stepped_as_separate_experts(name, transposed) -> None:
     experts = build(name).model.layers[0].mlp.experts
     stack = nn.ModuleDict({"experts": experts})
-    gradients = {f"experts.{own}": torch.randn_like(p) for own, p in experts.named_parameters()}
-    weights, own_gradients = {}, {}
-    for own in ("gate_up_proj", "down_proj"):
-        halves = 2 if own == "gate_up_proj" and not turned else 1
+    gradients = {f"experts.{key}": torch.randn_like(p) for key, p in experts.named_parameters()}
+    layers, layer_gradients = {}, {}
+    for projection in ("gate_up_proj", "down_proj"):
+        halves = 2 if projection == "gate_up_proj" and not transposed else 1
         for i, (W, G) in enumerate(
-            zip(getattr(experts, own), gradients[f"experts.{own}"], strict=True)
+            zip(getattr(experts, projection), gradients[f"experts.{projection}"], strict=True)
         ):
-            parts = zip(*((X.T if turned else X).chunk(halves) for X in (W, G)), strict=True)
+            parts = zip(*((X.T if transposed else X).chunk(halves) for X in (W, G)), strict=True)
             for j, (part, gradient) in enumerate(parts):
-                key = f"{own}{i}{j}"
-                weights[key] = nn.Linear(*part.shape[::-1], bias=False)
-                weights[key].weight = nn.Parameter(part.detach().clone())
-                own_gradients[f"{key}.weight"] = gradient
-    apart = nn.ModuleDict(weights)
+                key = f"{projection}{i}{j}"
+                layers[key] = nn.Linear(*part.shape[::-1], bias=False)
+                layers[key].weight = nn.Parameter(part.detach().clone())
+                layer_gradients[f"{key}.weight"] = gradient
+    separate = nn.ModuleDict(layers)
     step_with(stack, gradients, head=None)
-    step_with(apart, own_gradients, head=None)
-    for own in ("gate_up_proj", "down_proj"):
-        for i, W in enumerate(getattr(experts, own)):
-            parts = [layer.weight for key, layer in apart.items() if key.startswith(f"{own}{i}")]
-            torch.testing.assert_close(W.T if turned else W, torch.cat(parts))
+    step_with(separate, layer_gradients, head=None)
+    for projection in ("gate_up_proj", "down_proj"):
+        for i, W in enumerate(getattr(experts, projection)):
+            parts = [layers[key].weight for key in layers if key.startswith(f"{projection}{i}")]
+            torch.testing.assert_close(W.T if transposed else W, torch.cat(parts))
 
 
-def test_cross_attention_of_gpt2_fuses_two() -> None:
-    found = landed(build("gpt2", add_cross_attention=True))
-    assert found["transformer.h.0.crossattention.c_attn.weight"][1] == "transposed, 2 x rows"
-    assert found["transformer.h.0.crossattention.q_attn.weight"][1] == "transposed"
+def test_cross_attention_of_gpt2_fuses_two_projections() -> None:
+    assigned = assignments(build("gpt2", add_cross_attention=True))
+    assert assigned["transformer.h.0.crossattention.c_attn.weight"][1] == "transposed, 2 x rows"
+    assert assigned["transformer.h.0.crossattention.q_attn.weight"][1] == "transposed"
 
 
-def test_a_conv1d_elsewhere_is_turned_and_whole() -> None:
+def test_a_conv1d_outside_gpt2_is_transposed_and_not_split() -> None:
     model = nn.ModuleDict({"c_attn": Conv1D(48, 16), "head": nn.Linear(16, 2)})
-    assert landed(model)["c_attn.weight"] == TURNED
+    assert assignments(model)["c_attn.weight"] == TRANSPOSED
 
 
 def test_every_convolution_of_a_stem_is_an_input_convolution() -> None:
-    """A deep stem is a Sequential under conv1; conv1 further down is a layer like others."""
+    """A deep stem is a Sequential named conv1; a conv1 inside a block is an ordinary layer."""
     deep = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 8, 3))
     block = nn.ModuleDict({"conv1": nn.Conv2d(8, 8, 3)})
     model = nn.ModuleDict({"conv1": deep, "layer1": block, "fc": nn.Linear(8, 2)})
-    found = landed(model)
+    assigned = assignments(model)
     stem = ("adamw", "", "input convolution")
-    assert (found["conv1.0.weight"], found["conv1.2.weight"]) == (stem, stem)
-    assert found["layer1.conv1.weight"] == CONV
+    assert (assigned["conv1.0.weight"], assigned["conv1.2.weight"]) == (stem, stem)
+    assert assigned["layer1.conv1.weight"] == CONV
     named = nn.ModuleDict({"stem": deep, "fc": nn.Linear(8, 2)})
-    assert [landed(named)[f"stem.{i}.weight"] for i in (0, 2)] == [stem, stem]
+    assert [assignments(named)[f"stem.{i}.weight"] for i in (0, 2)] == [stem, stem]
 
 
-def test_what_the_caller_says_of_a_stack_keeps_what_its_module_says() -> None:
+def test_declaring_a_stack_keeps_the_blocks_known_from_its_module() -> None:
     model = build("mixtral")
     groups = plan(model, stacks=["*.gate_up_proj"])
     values = next(g for g in groups for name, _ in g["params"] if name.endswith("gate_up_proj"))
@@ -235,7 +235,7 @@ def test_what_the_caller_says_of_a_stack_keeps_what_its_module_says() -> None:
 
 
 class Unknown(nn.Module):
-    """Experts that say nothing of their layout."""
+    """Experts in an unknown layout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ class Unknown(nn.Module):
         self.lm_head = nn.Linear(16, 3)
 
 
-def test_what_nobody_declares_is_an_error_with_the_remedy() -> None:
+def test_errors_for_unknown_layouts_and_missing_heads_name_the_argument_to_pass() -> None:
     with pytest.raises(ValueError, match=r"'gate_up_proj' \(4, 16, 32\) in Unknown.*stacks=\["):
         plan(Unknown())
     assert plan(Unknown(), stacks="gate_up_proj", transposed="gate_up_proj")

@@ -1,4 +1,4 @@
-"""The optax transformation has the torch optimizer's numbers; stacks, jit, sharding, labels."""
+"""The optax transformation matches the torch optimizer; stacks, jit, sharding, labels."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ from angular_muown.integrations.optax import angular_muown, label, with_adamw
 from tests.integrations.scripts import assert_falls, load
 
 STEPS = 100
-PRUNED = 40  # the step after which a row is set to zero from outside
+PRUNED = 40  # a row is set to zero after this step
 SHAPES = [(8, 16), (24, 10), (2, 2, 6, 9)]
 DTYPES = ("float32", "float64")
 KAPPA = {"warmup_steps": 10, "decay_scale": 0.05, "decay_degree": 0.7}
@@ -38,9 +38,11 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 class Problem(NamedTuple):
-    """A regression with a row at zero and one that soon crosses it. Its gradient comes with noise,
-    without which momenta become nearly singular: then the polar factor, in either library, makes
-    much of rounding."""
+    """A regression with one row at zero and one that soon crosses it.
+
+    The gradient is noisy. Without noise, the momentum becomes nearly singular, and the polar factor
+    amplifies rounding errors in both libraries.
+    """
 
     W: Any
     X: Any
@@ -62,12 +64,14 @@ class Problem(NamedTuple):
 PROBLEMS = {dtype: [Problem.of(shape, dtype) for shape in SHAPES] for dtype in DTYPES}
 
 
-def by_torch(problems: list[Problem], rate: Callable[[int], float], **values: Any) -> list[Any]:
+def train_torch(
+    problems: list[Problem], factor: Callable[[int], float], **values: Any
+) -> list[Any]:
     tensors = [Problem(*map(torch.tensor, problem)) for problem in problems]
     params = [torch.nn.Parameter(problem.W) for problem in tensors]
     groups = [{"params": [p], "view": "stack" if p.ndim > 2 else "matrix"} for p in params]
     optimizer = AngularMuown(groups, **values)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     for t in range(STEPS):
         optimizer.zero_grad()
         for p, (_, X, Y, noise) in zip(params, tensors, strict=True):
@@ -80,8 +84,8 @@ def by_torch(problems: list[Problem], rate: Callable[[int], float], **values: An
     return [p.detach().numpy() for p in params]
 
 
-def by_jax(problems: list[Problem], transformation: Any) -> list[Any]:
-    traced = []
+def train_jax(problems: list[Problem], transformation: Any) -> list[Any]:
+    traces = []
 
     def loss(params: list[Array], t: Array) -> Array:
         terms = [
@@ -92,7 +96,7 @@ def by_jax(problems: list[Problem], transformation: Any) -> list[Any]:
 
     @jax.jit
     def step(params: list[Array], state: Any, t: Array) -> tuple[Any, Any]:
-        traced.append(1)
+        traces.append(1)
         updates, state = transformation.update(jax.grad(loss)(params, t), state, params)
         return optax.apply_updates(params, updates), state
 
@@ -102,12 +106,12 @@ def by_jax(problems: list[Problem], transformation: Any) -> list[Any]:
         params, state = step(params, state, t)
         if t == PRUNED:
             params = [W.at[..., 2, :].set(0) for W in params]
-    assert len(traced) == 1  # a step is compiled once: nothing of it depends on the step's number
+    assert len(traces) == 1  # compiled once, independent of the step number
     return [np.asarray(W) for W in params]
 
 
-def assert_close(ours: list[Any], wanted: list[Any], atol: float) -> None:
-    for a, b in zip(ours, wanted, strict=True):
+def assert_close(actual: list[Any], expected: list[Any], atol: float) -> None:
+    for a, b in zip(actual, expected, strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_allclose(a, b, rtol=0, atol=atol)
 
@@ -115,9 +119,10 @@ def assert_close(ours: list[Any], wanted: list[Any], atol: float) -> None:
 @pytest.mark.parametrize("orthogonalize", ["polar_express", "newton_schulz"])
 def test_parity_in_float32(orthogonalize: str) -> None:
     problems = PROBLEMS["float32"]
-    wanted = by_torch(problems, lambda t: 1.0, lr=0.02, orthogonalize=orthogonalize, **KAPPA)
-    ours = by_jax(problems, angular_muown(0.02, stacks=True, orthogonalize=orthogonalize, **KAPPA))
-    assert_close(ours, wanted, 1e-5)
+    values = {"orthogonalize": orthogonalize, **KAPPA}
+    expected = train_torch(problems, lambda t: 1.0, lr=0.02, **values)
+    actual = train_jax(problems, angular_muown(0.02, stacks=True, **values))
+    assert_close(actual, expected, 1e-5)
 
 
 @pytest.mark.parametrize("number", [True, False], ids=["number", "schedule"])
@@ -125,12 +130,14 @@ def test_parity_in_float32(orthogonalize: str) -> None:
 def test_parity_in_float64_with_the_exact_polar_factor(
     settings: dict[str, Any], number: bool
 ) -> None:
-    """With a schedule of lr, which kappa multiplies, and radii that have their own rate: a number,
-    which follows the schedule as it does in torch, or a schedule."""
+    """With a learning rate schedule, and a separate learning rate for the radii.
+
+    The latter is a number that follows the schedule, as in torch, or a schedule.
+    """
     problems, values = PROBLEMS["float64"], {"orthogonalize": "svd", **KAPPA, **settings}
-    rate = partial(wsd, total_steps=STEPS, warmup_steps=10, decay_steps=20)
-    wanted = by_torch(problems, rate, lr=0.02, radius_lr=0.01, **values)
-    factors = np.array([rate(t) for t in range(STEPS)])
+    schedule = partial(wsd, total_steps=STEPS, warmup_steps=10, decay_steps=20)
+    expected = train_torch(problems, schedule, lr=0.02, radius_lr=0.01, **values)
+    factors = np.array([schedule(t) for t in range(STEPS)])
     with jax.enable_x64(True):
         factor = jnp.asarray(factors)
         transformation = angular_muown(
@@ -140,8 +147,8 @@ def test_parity_in_float64_with_the_exact_polar_factor(
             stacks=True,
             **values,
         )
-        ours = by_jax(problems, transformation)
-    assert_close(ours, wanted, 1e-12)
+        actual = train_jax(problems, transformation)
+    assert_close(actual, expected, 1e-12)
 
 
 def one_update(W: Array, G: Array, **values: Any) -> Array:
@@ -149,28 +156,28 @@ def one_update(W: Array, G: Array, **values: Any) -> Array:
     return jax.jit(transformation.update)(G, transformation.init(W), W)[0]
 
 
-def test_a_kernel_stored_in_by_out_is_the_transposed_matrix() -> None:
+def test_a_transposed_kernel_gets_the_transposed_update() -> None:
     W, X, *_ = Problem.of((5, 7), "float32")
     W, G = jnp.asarray(W), jnp.asarray(X[:5, :7])
-    ours = one_update(W.T, G.T, transposed=True)
-    np.testing.assert_allclose(ours.T, one_update(W, G), rtol=0, atol=1e-6)
-    assert not np.allclose(ours.T, one_update(W.T, G.T).T)
+    update = one_update(W.T, G.T, transposed=True)
+    np.testing.assert_allclose(update.T, one_update(W, G), rtol=0, atol=1e-6)
+    assert not np.allclose(update.T, one_update(W.T, G.T).T)
 
 
-def test_a_16_bit_weight_gets_its_step_in_float32() -> None:
+def test_a_16_bit_weight_gets_a_float32_update() -> None:
     W, X, *_ = Problem.of((5, 7), "float32")
     half, G = jnp.asarray(W, jnp.bfloat16), jnp.asarray(X[:5, :7])
-    ours = one_update(half, G.astype(jnp.bfloat16))
-    assert ours.dtype == jnp.float32
+    update = one_update(half, G.astype(jnp.bfloat16))
+    assert update.dtype == jnp.float32
     exact = one_update(half.astype(jnp.float32), G.astype(jnp.bfloat16).astype(jnp.float32))
-    np.testing.assert_array_equal(ours, exact)
+    np.testing.assert_array_equal(update, exact)
 
 
 @pytest.mark.parametrize("scheduled", [False, True])
-def test_a_whole_model_with_adamw_has_the_torch_optimizers_numbers(scheduled: bool) -> None:
-    """Numbers for AdamW's and the radii's rates follow the schedule of lr, in both libraries."""
-    rate = partial(wsd, total_steps=20, warmup_steps=5, decay_steps=5) if scheduled else None
-    factors = jnp.asarray([rate(t) if rate else 1.0 for t in range(20)])
+def test_a_model_with_adamw_matches_the_torch_optimizer(scheduled: bool) -> None:
+    """The learning rates of AdamW and of the radii follow the schedule in both libraries."""
+    schedule = partial(wsd, total_steps=20, warmup_steps=5, decay_steps=5) if scheduled else None
+    factors = jnp.asarray([schedule(t) if schedule else 1.0 for t in range(20)])
     rng = np.random.default_rng(0)
     shapes = {"embed": (11, 6), "hidden": (6, 12), "bias": (12,), "head": (12, 3)}
     params = {name: rng.standard_normal(shape).astype("float32") for name, shape in shapes.items()}
@@ -182,7 +189,7 @@ def test_a_whole_model_with_adamw_has_the_torch_optimizers_numbers(scheduled: bo
         lr=0.02,
         radius_lr=0.05,
     )
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate or (lambda t: 1.0))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule or (lambda t: 1.0))
     labels = partial(label, rules={"embed": "adamw", "head": "adamw", "*": "transposed"})
     transformation = with_adamw(
         (lambda t: 0.02 * factors[t]) if scheduled else 0.02,
@@ -192,28 +199,28 @@ def test_a_whole_model_with_adamw_has_the_torch_optimizers_numbers(scheduled: bo
         peak_learning_rate=0.02 if scheduled else None,
         aux_weight_decay=0.1,
     )
-    ours = jax.tree.map(jnp.asarray, params)
-    state = transformation.init(ours)
+    jax_params = jax.tree.map(jnp.asarray, params)
+    state = transformation.init(jax_params)
     update = jax.jit(transformation.update)
     for _ in range(20):
         gradients = {n: rng.standard_normal(s).astype("float32") for n, s in shapes.items()}
-        updates, state = update(gradients, state, ours)
-        ours = optax.apply_updates(ours, updates)
+        updates, state = update(gradients, state, jax_params)
+        jax_params = optax.apply_updates(jax_params, updates)
         for name, p in {**torch_params, "hidden": hidden}.items():
             p.grad = torch.tensor(gradients[name])
         optimizer.step()
         scheduler.step()
     for name, p in {**torch_params, "hidden": hidden}.items():
-        np.testing.assert_allclose(ours[name], p.detach().numpy(), rtol=0, atol=1e-5)
+        np.testing.assert_allclose(jax_params[name], p.detach().numpy(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["aux_learning_rate", "radius_learning_rate"])
-def test_a_number_beside_a_schedule_wants_the_peak(name: str) -> None:
+def test_a_number_next_to_a_schedule_requires_the_peak(name: str) -> None:
     values: dict[str, Any] = {name: 0.01}
     schedule = optax.constant_schedule(0.02)
     with pytest.raises(ValueError, match=rf"{name}=0.01 .* schedule: .*peak_learning_rate=") as e:
         with_adamw(schedule, {}, **values)
-    assert "or give a schedule" in str(e.value)
+    assert f"or pass a schedule for {name}" in str(e.value)
     with_adamw(schedule, {}, peak_learning_rate=0.02, **values)
     with_adamw(0.02, {}, **values)
     with pytest.raises(ValueError, match=r"peak_learning_rate=0\.0 must be a number > 0"):
@@ -223,18 +230,18 @@ def test_a_number_beside_a_schedule_wants_the_peak(name: str) -> None:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_a_declared_stack_is_its_matrices(transposed: bool) -> None:
+def test_a_declared_stack_equals_its_matrices(transposed: bool) -> None:
     W, G = (jax.random.normal(jax.random.key(i), (3, 4, 6)) for i in (0, 1))
-    one, many = ("transposed", "transposed_stack") if transposed else ("matrix", "stack")
+    single, stack = ("transposed", "transposed_stack") if transposed else ("matrix", "stack")
     updates = []
-    for name, params, gradients in ((one, [*W], [*G]), (many, W, G)):
+    for name, params, gradients in ((single, [*W], [*G]), (stack, W, G)):
         transformation = with_adamw(0.1, partial(label, rules={"*": name}))
         updates.append(transformation.update(gradients, transformation.init(params), params)[0])
     np.testing.assert_allclose(updates[1], jnp.stack(updates[0]), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["matrix", "transposed"])
-def test_a_convolution_is_not_taken_for_a_stack(name: str) -> None:
+def test_a_convolution_kernel_is_not_treated_as_a_stack(name: str) -> None:
     params = {"conv": {"kernel": jnp.ones((3, 3, 8, 16))}}
     transformation = with_adamw(0.1, partial(label, rules={"conv/*": name}))
     message = r"'conv/kernel' \(shape \(3, 3, 8, 16\), float32\) has 4 dimensions.*transposed_stack"
@@ -242,7 +249,7 @@ def test_a_convolution_is_not_taken_for_a_stack(name: str) -> None:
         transformation.init(params)
 
 
-def test_what_cannot_be_meant_is_an_error() -> None:
+def test_invalid_labels_and_arguments_are_rejected() -> None:
     params = {"layer": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}}
     assert label(params, {"*/kernel": "transposed"})["layer"]["bias"] == "adamw"
     with pytest.raises(ValueError, match=r"no rule for parameter 'layer/kernel' \(shape \(2, 3\)"):
@@ -262,7 +269,7 @@ def test_what_cannot_be_meant_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"average": 0.1}], ids=str)
-def test_what_torch_alone_has_is_refused_by_its_name(settings: dict[str, Any]) -> None:
+def test_torch_only_settings_are_rejected_by_name(settings: dict[str, Any]) -> None:
     (name,) = settings
     with pytest.raises(TypeError, match=rf"angular_muown\(\) got an unexpected .*'{name}'"):
         angular_muown(0.02, **settings)
@@ -277,24 +284,25 @@ from angular_muown.integrations.optax import angular_muown
 
 assert jax.device_count() == 2
 mesh = jax.make_mesh((2,), ("stack",))
-spread = NamedSharding(mesh, PartitionSpec("stack"))
+sharding = NamedSharding(mesh, PartitionSpec("stack"))
 W, G = (jax.random.normal(jax.random.key(i), (4, 12, 8)) for i in range(2))
 optimizer = angular_muown(0.02, stacks=True)
-alone, _ = jax.jit(optimizer.update)(G, optimizer.init(W), W)
-W, G = (jax.device_put(X, spread) for X in (W, G))
+expected, _ = jax.jit(optimizer.update)(G, optimizer.init(W), W)
+W, G = (jax.device_put(X, sharding) for X in (W, G))
 state = jax.jit(optimizer.init)(W)
-state = state._replace(moments=jax.device_put(state.moments, spread))
+state = state._replace(moments=jax.device_put(state.moments, sharding))
 compiled = jax.jit(optimizer.update).lower(G, state, W).compile()
 updates, state = compiled(G, state, W)
-assert updates.sharding.is_equivalent_to(spread, 3), updates.sharding
-assert state.moments.exp_avg.sharding.is_equivalent_to(spread, 3)
-np.testing.assert_allclose(updates, alone, rtol=0, atol=1e-6)
-talks = [word for word in ("all-gather", "all-reduce", "all-to-all") if word in compiled.as_text()]
-assert not talks, talks
+assert updates.sharding.is_equivalent_to(sharding, 3), updates.sharding
+assert state.moments.exp_avg.sharding.is_equivalent_to(sharding, 3)
+np.testing.assert_allclose(updates, expected, rtol=0, atol=1e-6)
+program = compiled.as_text()
+collectives = [op for op in ("all-gather", "all-reduce", "all-to-all") if op in program]
+assert not collectives, collectives
 """
 
 
-def test_a_stack_spread_over_devices_is_stepped_where_it_lies() -> None:
+def test_a_stack_sharded_across_devices_is_stepped_without_collectives() -> None:
     environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     run = subprocess.run(
         [sys.executable, "-W", "error", "-c", SHARDED], capture_output=True, text=True,

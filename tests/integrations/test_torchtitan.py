@@ -1,4 +1,4 @@
-"""torchtitan, the real one: its container, its models, and a run of its trainer on the CPU."""
+"""torchtitan: its optimizers container, its models, and a run of its trainer on the CPU."""
 
 import json
 import subprocess
@@ -25,7 +25,7 @@ def llama() -> nn.Module:
 
 
 def test_the_trainer_learns_and_resumes_bit_for_bit(tmp_path: Path) -> None:
-    """In a process of its own, where torchtitan takes the CPU for its accelerator."""
+    """In a separate process, where torchtitan uses the CPU as its accelerator."""
     script = EXAMPLES / "torchtitan_llama.py"
     run = subprocess.run(
         [sys.executable, str(script), "--out", str(tmp_path), "--steps", "12"],
@@ -38,17 +38,17 @@ def test_the_trainer_learns_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert result["same_weights"]
 
 
-def test_one_optimizer_holds_everything_as_planned(llama: nn.Module) -> None:
+def test_one_optimizer_holds_all_parameters_as_planned(llama: nn.Module) -> None:
     config = angular_muown(lr=0.03, aux_lr=1e-3, aux_weight_decay=0.1, warmup_steps=7)
     container = config.build(model_parts=[llama])
     (optimizer,) = container.optimizers
     assert isinstance(optimizer, AngularMuown)
-    found = {
+    assigned = {
         name: (group["algorithm"], group["lr"])
         for group in optimizer.param_groups
         for name in group["param_names"]
     }
-    assert found == {
+    assert assigned == {
         "tok_embeddings.weight": ("adamw", 1e-3),
         "layers.0.attention_norm.weight": ("adamw", 1e-3),
         "layers.0.ffn_norm.weight": ("adamw", 1e-3),
@@ -60,34 +60,34 @@ def test_one_optimizer_holds_everything_as_planned(llama: nn.Module) -> None:
         "norm.weight": ("adamw", 1e-3),
         "lm_head.weight": ("adamw", 1e-3),
     }
-    cuts = {g["param_names"][0]: g["blocks"] for g in optimizer.param_groups if g["blocks"]}
-    assert cuts == fused_qkv(llama)
+    blocks = {g["param_names"][0]: g["blocks"] for g in optimizer.param_groups if g["blocks"]}
+    assert blocks == fused_qkv(llama)
     assert all(group["warmup_steps"] == 7 for group in optimizer.param_groups)
 
 
-def test_a_part_of_a_pipeline_may_have_no_head(llama: nn.Module) -> None:
+def test_a_pipeline_stage_may_have_no_head(llama: nn.Module) -> None:
     container = angular_muown().build(model_parts=[llama.layers])
     assert sum(len(g["params"]) for g in container.optimizers[0].param_groups) == 7
 
 
-def test_fused_rows_are_cut_as_the_model_reads_them(llama: nn.Module) -> None:
-    """Rows of one block meet the same head of q, k or v in the module's own forward pass."""
+def test_fused_row_blocks_match_the_forward_pass(llama: nn.Module) -> None:
+    """All rows of a block end up in the same head of q, k or v."""
     from torchtitan.models.common.attention import FusedQKVLinear
 
     module = llama.get_submodule("layers.0.attention.qkv_linear")
     assert isinstance(module, FusedQKVLinear)
     ((name, blocks),) = fused_qkv(llama).items()
     assert llama.get_parameter(name) is module.wqkv.weight
-    numbers = [torch.full((size,), float(i)) for i, size in enumerate(blocks)]
+    block_numbers = [torch.full((size,), float(i)) for i, size in enumerate(blocks)]
     width = module.wqkv.weight.shape[1]
     with torch.no_grad():
-        module.wqkv.weight.copy_(torch.cat(numbers)[:, None].expand(-1, width) / width)
+        module.wqkv.weight.copy_(torch.cat(block_numbers)[:, None].expand(-1, width) / width)
         q, k, v = module(torch.ones(1, 1, width))
     heads = len(blocks) // 3
     for part, first in ((q, 0), (k, 1), (v, 2)):
-        wanted = torch.arange(heads).mul(3).add(first).float()
-        seen = part.reshape(heads, -1)
-        torch.testing.assert_close(seen, wanted[:, None].expand_as(seen))
+        expected = torch.arange(heads).mul(3).add(first).float()
+        outputs = part.reshape(heads, -1)
+        torch.testing.assert_close(outputs, expected[:, None].expand_as(outputs))
 
 
 @pytest.fixture(scope="module")
@@ -100,52 +100,52 @@ def deepseek() -> nn.Module:
     return config.build()
 
 
-@pytest.mark.parametrize("stacks", [None, "own", ["own", "*.inner_experts.w1*"]], ids=str)
+@pytest.mark.parametrize("stacks", [None, "custom", ["custom", "*.inner_experts.w1*"]], ids=str)
 def test_experts_are_stacks_and_routers_go_to_adamw(deepseek: nn.Module, stacks: Any) -> None:
-    """Also beside stacks that the user declares, whether or not those are experts' too."""
+    """Also in addition to stacks that the user declares, whether or not these are experts."""
     model, values = deepseek, {}
     if stacks:
         model = nn.Module()
-        model.body, model.own = deepseek, nn.Parameter(torch.ones(2, 3, 4))
+        model.body, model.custom = deepseek, nn.Parameter(torch.ones(2, 3, 4))
         values = {"plan": {"stacks": stacks, "head": "body.lm_head.*"}}
     groups = angular_muown(**values).build(model_parts=[model]).optimizers[0].param_groups
-    found = {name: (g["algorithm"], g["view"]) for g in groups for name in g["param_names"]}
-    experts = {name: kind for name, kind in found.items() if ".inner_experts." in name}
+    assigned = {name: (g["algorithm"], g["view"]) for g in groups for name in g["param_names"]}
+    experts = {name: kind for name, kind in assigned.items() if ".inner_experts." in name}
     assert len(experts) == 3
     assert set(experts.values()) == {("matrix", "stack")}
-    routers = [kind for name, kind in found.items() if ".router." in name]
+    routers = [kind for name, kind in assigned.items() if ".router." in name]
     assert routers == [("adamw", "matrix")]
 
 
-def test_the_flat_state_dict_brings_a_run_back(llama: nn.Module) -> None:
-    def gradients() -> None:
+def test_the_flat_state_dict_resumes_a_run(llama: nn.Module) -> None:
+    def set_gradients() -> None:
         torch.manual_seed(0)
         for p in llama.parameters():
             p.grad = torch.randn_like(p)
 
     first = angular_muown(decay_scale=0.5).build(model_parts=[llama])
-    gradients()
+    set_gradients()
     first.step()
     saved = {k: v.clone() if torch.is_tensor(v) else v for k, v in first.state_dict().items()}
     weights = {name: p.detach().clone() for name, p in llama.named_parameters()}
-    wanted = _after_a_step(first, llama, gradients)
+    expected = _after_a_step(first, llama, set_gradients)
     with torch.no_grad():
         for name, p in llama.named_parameters():
             p.copy_(weights[name])
             p.grad = None
     second = angular_muown(decay_scale=0.5).build(model_parts=[llama])
     second.load_state_dict(saved)
-    for name, value in _after_a_step(second, llama, gradients).items():
-        assert torch.equal(value, wanted[name]), name
+    for name, value in _after_a_step(second, llama, set_gradients).items():
+        assert torch.equal(value, expected[name]), name
 
 
-def _after_a_step(container: Any, model: nn.Module, gradients: Any) -> dict[str, torch.Tensor]:
-    gradients()
+def _after_a_step(container: Any, model: nn.Module, set_gradients: Any) -> dict[str, torch.Tensor]:
+    set_gradients()
     container.step()
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def test_members_and_plan_arguments_pass_through(llama: nn.Module) -> None:
+def test_the_member_and_plan_arguments_are_passed_on(llama: nn.Module) -> None:
     overrides = {"overrides": {"*.w2.weight": {"lr": 0.5}}}
     container = angular_muown(member="Muown", plan=overrides).build(model_parts=[llama])
     optimizer = container.optimizers[0]
@@ -153,7 +153,7 @@ def test_members_and_plan_arguments_pass_through(llama: nn.Module) -> None:
     assert 0.5 in [group["lr"] for group in optimizer.param_groups]
 
 
-def test_an_average_passes_through(llama: nn.Module) -> None:
+def test_average_is_passed_on(llama: nn.Module) -> None:
     optimizer = angular_muown(average=0.1).build(model_parts=[llama]).optimizers[0]
     for p in llama.parameters():
         p.grad = torch.randn_like(p)
@@ -161,16 +161,16 @@ def test_an_average_passes_through(llama: nn.Module) -> None:
     assert all("average" in optimizer.state[p] for p in llama.parameters())
 
 
-def test_all_members_can_be_named() -> None:
+def test_every_member_is_available_by_name() -> None:
     import angular_muown as family
     from angular_muown.engine import Engine
     from angular_muown.integrations.torchtitan import MEMBERS
 
     public = (getattr(family, name) for name in family.__all__)
     kinds = (kind for kind in public if isinstance(kind, type) and kind is not Engine)
-    wanted = [kind for kind in kinds if issubclass(kind, Engine)]
-    assert {*MEMBERS.values()} == {*wanted}
-    assert all(MEMBERS[kind.__name__] is kind for kind in wanted)
+    expected = [kind for kind in kinds if issubclass(kind, Engine)]
+    assert {*MEMBERS.values()} == {*expected}
+    assert all(MEMBERS[kind.__name__] is kind for kind in expected)
 
 
 def test_errors_say_what_to_do(llama: nn.Module) -> None:
@@ -180,5 +180,5 @@ def test_errors_say_what_to_do(llama: nn.Module) -> None:
         angular_muown(member="Adam").build(model_parts=[llama])
     config = angular_muown()
     config.param_groups = [ParamGroupConfig(pattern=".*", optimizer_name="AngularMuown")]
-    with pytest.raises(ValueError, match="groups are made by plan here"):
+    with pytest.raises(ValueError, match="must be empty, because plan makes the groups"):
         config.build(model_parts=[llama])

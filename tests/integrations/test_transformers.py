@@ -1,5 +1,4 @@
-"""transformers' Trainer: the example pre-trains, goes on after an interruption bit for bit, and
-fine-tunes from a checkpoint."""
+"""transformers' Trainer: the example pre-trains, resumes bit for bit and fine-tunes."""
 
 import subprocess
 import sys
@@ -25,7 +24,7 @@ STEPS = 40
 
 
 def losses(trainer: Trainer) -> dict[int, float]:
-    return {line["step"]: line["loss"] for line in trainer.state.log_history if "loss" in line}
+    return {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2"])
@@ -34,30 +33,31 @@ def run(request, tmp_path_factory):
     return request.param, out, load("hf_pretrain").main(request.param, STEPS, str(out))
 
 
-def test_pre_training(run) -> None:
+def test_pre_training_learns_with_the_planned_optimizer(run) -> None:
     name, _, trainer = run
-    found = losses(trainer)
-    assert found[STEPS] < 0.7 * found[5]
-    optimizer = trainer.optimizer.optimizer  # accelerate's wrapper is outside
+    history = losses(trainer)
+    assert history[STEPS] < 0.7 * history[5]
+    optimizer = trainer.optimizer.optimizer  # inside accelerate's wrapper
     assert type(optimizer) is AngularMuown
     rules = {name: g["algorithm"] for g in optimizer.param_groups for name in g["param_names"]}
     assert rules["model.embed_tokens.weight"] == "adamw"
     assert rules["model.layers.0.mlp.up_proj.weight"] == "matrix"
     assert ("lm_head.weight" in rules) == (name == "llama"), "Qwen2's head is tied here"
     steps = {group["step"] for group in optimizer.param_groups}
-    assert steps == {STEPS}, "kappa counts steps, not micro-batches"
+    assert steps == {STEPS}, "kappa counts optimizer steps, not micro-batches"
 
 
-def test_resume_equals_the_uninterrupted_run(run, tmp_path) -> None:
-    name, out, whole = run
+def test_a_resumed_run_equals_the_uninterrupted_run(run, tmp_path) -> None:
+    name, out, uninterrupted = run
     checkpoint = out / f"checkpoint-{STEPS // 2}"
-    again = load("hf_pretrain").main(name, STEPS, str(tmp_path), resume=str(checkpoint))
-    assert losses(again) == losses(whole)
-    for (key, p), q in zip(again.model.named_parameters(), whole.model.parameters(), strict=True):
+    resumed = load("hf_pretrain").main(name, STEPS, str(tmp_path), resume=str(checkpoint))
+    assert losses(resumed) == losses(uninterrupted)
+    pairs = zip(resumed.model.named_parameters(), uninterrupted.model.parameters(), strict=True)
+    for (key, p), q in pairs:
         assert torch.equal(p, q), key
 
 
-def test_fine_tuning_starts_where_the_checkpoint_stands(run, tmp_path) -> None:
+def test_fine_tuning_starts_from_the_checkpoint(run, tmp_path) -> None:
     name, out, before = run
     model = CLASSES[name].from_pretrained(out / f"checkpoint-{STEPS}")
     after = losses(load("hf_pretrain").main(name, STEPS, str(tmp_path), model=model))
@@ -65,7 +65,7 @@ def test_fine_tuning_starts_where_the_checkpoint_stands(run, tmp_path) -> None:
     assert after[STEPS] < 0.95 * after[5]
 
 
-def test_an_average_reaches_the_optimizer_and_the_trainer_saves_it(tmp_path: Path) -> None:
+def test_the_trainer_saves_the_averaged_weights(tmp_path: Path) -> None:
     example, quiet = load("hf_pretrain"), {"report_to": [], "disable_tqdm": True}
     arguments = TrainingArguments(
         str(tmp_path), **wsd_arguments(12), **quiet, use_cpu=True, dataloader_pin_memory=False
@@ -75,7 +75,7 @@ def test_an_average_reaches_the_optimizer_and_the_trainer_saves_it(tmp_path: Pat
         optimizer_cls_and_kwargs=planned(lr=0.02, average=0.1),
     )  # fmt: skip
     trainer.train()
-    optimizer = trainer.optimizer.optimizer  # accelerate's wrapper is outside
+    optimizer = trainer.optimizer.optimizer  # inside accelerate's wrapper
     assert {group["average"] for group in optimizer.param_groups} == {0.1}
     with optimizer.averaged():
         trainer.save_model()
@@ -102,7 +102,7 @@ def test_wsd_is_linear_on_both_sides() -> None:
 
 
 @pytest.mark.parametrize("steps", [(4, 7), (-1, 2), (0, 11)])
-def test_wsd_that_does_not_fit(steps) -> None:
+def test_wsd_phases_longer_than_the_run_are_rejected(steps) -> None:
     warmup, decay = steps
     with pytest.raises(ValueError, match=f"warmup_steps={warmup} and decay_steps={decay} do not"):
         wsd_arguments(10, warmup, decay)

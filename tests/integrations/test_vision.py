@@ -1,7 +1,7 @@
-"""A ViT, a ConvNeXt and a ResNet of transformers learn; test_model_plans has where their parts go.
+"""A ViT, a ConvNeXt and a ResNet of transformers learn; test_model_plans tests their plans.
 
-timm is documented only: its torchvision has no build for this environment's torch. What stands
-here for it are the names that its models give their parts.
+timm needs a torchvision that may not be available for the installed torch, so its parameter names
+are tested on a model made by hand.
 """
 
 import pytest
@@ -18,14 +18,14 @@ def test_the_example_learns_and_resumes(name, tmp_path) -> None:
     losses, model, optimizer = load("vision").main(name, 60, out=half)
     assert sum(losses[-5:]) < 0.75 * sum(losses[:5])
     assert {group["algorithm"] for group in optimizer.param_groups} == {"matrix", "adamw"}
-    rest, again, _ = load("vision").main(name, 60, resume=half)
-    assert rest == losses[30:]
-    for p, q in zip(model.parameters(), again.parameters(), strict=True):
+    second_half, resumed, _ = load("vision").main(name, 60, resume=half)
+    assert second_half == losses[30:]
+    for p, q in zip(model.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(p, q)
 
 
-def test_names_of_timm() -> None:
-    """conv1 and fc of its ResNets, stem and head of its ConvNeXts, patch_embed of its ViTs."""
+def test_timm_parameter_names_are_recognized() -> None:
+    """conv1 and fc of ResNets, stem and head of ConvNeXts, patch_embed of ViTs."""
     qkv = nn.ModuleDict({"attn": nn.ModuleDict({"qkv": nn.Linear(8, 24)})})
     model = nn.ModuleDict(
         {

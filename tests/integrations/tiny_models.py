@@ -1,4 +1,4 @@
-"""Real model classes of transformers with tiny configurations, and inputs that give a loss."""
+"""Model classes of transformers with tiny configurations, and inputs that give a loss."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,13 +22,13 @@ MAMBA = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "state_siz
 
 
 def tokens() -> dict[str, Tensor]:
-    drawn = torch.randint(3, 60, (2, 8), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": drawn, "labels": drawn}
+    ids = torch.randint(3, 60, (2, 8), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "labels": ids}
 
 
 def images() -> dict[str, Tensor]:
-    drawn = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    return {"pixel_values": drawn, "labels": torch.tensor([0, 1])}
+    pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    return {"pixel_values": pixels, "labels": torch.tensor([0, 1])}
 
 
 def classes() -> dict[str, Tensor]:
@@ -84,10 +84,10 @@ MODELS: dict[str, Build] = {
 }  # fmt: skip
 
 
-def build(name: str, **more: Any) -> nn.Module:
+def build(name: str, **options: Any) -> nn.Module:
     torch.manual_seed(0)
     kind, config, values, _ = MODELS[name]
-    return kind(config(**values, **more))
+    return kind(config(**values, **options))
 
 
 def loss_of(model: nn.Module, name: str) -> Tensor:

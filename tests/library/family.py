@@ -20,7 +20,7 @@ from angular_muown import (
 from angular_muown.engine import Engine
 from angular_muown.stages.tangent import Constrained
 from angular_muown.update import Recipe
-from tests.reference import angular_muown, muon, muown, rivals
+from tests.reference import angular_muown, concurrent_methods, muon, muown
 
 
 class TangentPolar(AngularMuown):
@@ -40,8 +40,12 @@ PARITY: list[tuple[type[Engine], Any, dict[str, Any]]] = [
     (NorMuown, muown.NorMuown, {"lr": 0.02}),
     (Muon, muon.Muon, {"lr": 0.02, "weight_decay": 0.1}),
     (NorMuon, muon.NorMuon, {"lr": 0.01, "weight_decay": 0.0}),
-    (Hyperball, rivals.Hyperball, {"lr": 0.02}),
-    (MagnitudeDirection, rivals.MagnitudeDirection, {"lr": 0.02, "radius_lr": 0.01}),
+    (Hyperball, concurrent_methods.Hyperball, {"lr": 0.02}),
+    (
+        MagnitudeDirection,
+        concurrent_methods.MagnitudeDirection,
+        {"lr": 0.02, "radius_lr": 0.01},
+    ),
 ]
 
 FUSED: list[type[Engine]] = [AngularMuown, Muown, NorMuown, Muon, NorMuon]  # the kernels know them

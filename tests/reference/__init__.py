@@ -1,13 +1,13 @@
-"""The executable paper: float64, plain loops over rows, exact polar factor by SVD.
+"""The papers' algorithms in plain numpy: float64, loops over rows, exact polar factors by SVD.
 
-Independent of the package: numpy only, lengths stored and signed as in the published algorithm.
+Independent of the package. Row lengths are stored with their sign, as in the published algorithm.
 """
 
 import numpy as np
 
 
 def polar(X: np.ndarray) -> np.ndarray:
-    """Of the directions that X has: a row of zeros gives none."""
+    """Return the polar factor of X. Null directions, such as a row of zeros, give zero."""
     U, S, Vh = np.linalg.svd(X, full_matrices=False)
     return (U * (S > 1e-14 * S[0])) @ Vh
 
@@ -21,7 +21,7 @@ def adam_rms(m: int, n: int) -> float:
 
 
 class Adam:
-    """Kingma and Ba, for one vector."""
+    """Adam (Kingma and Ba) for one vector."""
 
     def __init__(self, size: int) -> None:
         self.m, self.v, self.t = np.zeros(size), np.zeros(size), 0
@@ -35,7 +35,7 @@ class Adam:
 
 
 def row_normalized(Q: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """NorMuon's rows; v is updated in place."""
+    """Normalize rows as NorMuon does. Updates v in place."""
     out = np.zeros_like(Q)
     for i in range(len(Q)):
         v[i] = 0.95 * v[i] + 0.05 * np.mean(Q[i] ** 2)

@@ -5,8 +5,10 @@ from tests.reference.tangent import constrained_polar
 
 
 class AngularMuown:
-    """Algorithm 1 of the paper, with signed lengths g next to unit rows U; with tangent_steps, its
-    Algorithm 2."""
+    """Algorithm 1 of the paper, with signed lengths g and unit rows U.
+
+    With tangent_steps, the direction is that of Algorithm 2.
+    """
 
     def __init__(
         self, W: np.ndarray, lr: float, warmup_steps: int = 0, weight_decay: float = 0.0,
@@ -20,8 +22,7 @@ class AngularMuown:
 
     def direction(self, X: np.ndarray) -> np.ndarray:
         if self.tangent_steps:
-            at = self.multiplier
-            Q, self.multiplier = constrained_polar(X, self.U, at, self.tangent_steps)
+            Q, self.multiplier = constrained_polar(X, self.U, self.multiplier, self.tangent_steps)
             return Q
         return polar(X)
 

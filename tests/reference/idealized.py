@@ -2,8 +2,8 @@ import numpy as np
 
 
 def tangent_polar(M: np.ndarray, U: np.ndarray, solver: str = "CLARABEL") -> np.ndarray:
-    """argmin <M, D> over |D|_op <= 1, <D_i, U_i> = 0, by a generic solver of cone programs."""
-    import cvxpy  # a machine with a GPU may lack it, and needs only the rest of this file
+    """Return argmin <M, D> over |D|_op <= 1, <D_i, U_i> = 0, by a generic cone solver."""
+    import cvxpy  # here, so that tests can import this module without it
 
     D = cvxpy.Variable(M.shape)
     tangent = cvxpy.sum(cvxpy.multiply(D, U), axis=1) == 0
@@ -15,7 +15,7 @@ def tangent_polar(M: np.ndarray, U: np.ndarray, solver: str = "CLARABEL") -> np.
 
 
 class IdealizedAngularMuown:
-    """Algorithm 2 of the paper: rows of U are unit vectors, lengths g stay."""
+    """Algorithm 2 of the paper: unit rows U, fixed lengths g."""
 
     def __init__(self, W: np.ndarray, lr: float, momentum: float):
         self.g = np.linalg.norm(W, axis=1)

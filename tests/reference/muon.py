@@ -4,7 +4,7 @@ from tests.reference import fan_ratio, polar, row_normalized
 
 
 class Muon:
-    """Nesterov momentum, polar factor, decoupled decay."""
+    """Nesterov momentum, polar factor, decoupled weight decay."""
 
     normalized = False
 

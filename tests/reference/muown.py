@@ -4,7 +4,7 @@ from tests.reference import Adam, adam_rms, polar, row_normalized
 
 
 class Muown:
-    """Weight normalisation inside the optimizer: R is stored whole, W = Diag(g / |R|) R."""
+    """Weight normalization inside the optimizer: stores R, with W = Diag(g / |R|) R."""
 
     normalized = False
 

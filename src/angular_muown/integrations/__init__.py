@@ -1,1 +1,1 @@
-"""Host frameworks: one file each, as thin as the host allows. The core never imports them."""
+"""Adapters for host frameworks, one module each. The core never imports them."""

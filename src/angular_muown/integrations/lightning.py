@@ -1,4 +1,4 @@
-"""Lightning: one optimizer with a schedule per step, and the angle monitor as a callback.
+"""Lightning: a per-step schedule for one optimizer, and the angle monitor as a callback.
 
     def configure_optimizers(self):
         steps = self.trainer.estimated_stepping_batches
@@ -7,7 +7,7 @@
 
     Trainer(callbacks=[AngleMonitorCallback(every=50)], gradient_clip_val=1.0, ...)
 
-Fabric needs nothing of this: `fabric.setup(model, optimizer)` takes the optimizer as it is.
+Fabric needs none of this: `fabric.setup(model, optimizer)` works with the optimizer directly.
 """
 
 from collections.abc import Callable
@@ -21,16 +21,16 @@ from angular_muown.integrations.loggers import AngleLog, log_angles
 
 
 def per_step(optimizer: Optimizer, factor: Callable[[int], float]) -> dict[str, Any]:
-    """What `configure_optimizers` returns: the learning rate is multiplied by factor(step).
+    """Return a value for `configure_optimizers` that multiplies the learning rate by factor(step).
 
-    Lightning steps a bare scheduler once an epoch, so that warm-up would last for epochs.
+    Lightning steps a bare scheduler only once per epoch.
     """
     scheduler = {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}
     return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
 
 class AngleMonitorCallback(Callback):
-    """Sends angles, radii and kappa of every `every`-th step to the trainer's loggers."""
+    """Send angles, radii and kappa to the trainer's loggers every `every` steps."""
 
     def __init__(self, every: int = 50, prefix: str = "muown", per_parameter: bool = True) -> None:
         self.settings: dict[str, Any] = {
@@ -40,10 +40,10 @@ class AngleMonitorCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         def send(values: dict[str, float], step: int) -> None:
-            for logger in trainer.loggers:  # they write on the first rank only
+            for logger in trainer.loggers:  # loggers write on the first rank only
                 logger.log_metrics(values, step=step)
 
-        # Not earlier: strategies replace parameters, and sharded ones load by a step for show.
+        # Not earlier: strategies replace parameters, and sharded ones load state by a dummy step.
         self.logs = [log_angles(pl_module, o, send, **self.settings) for o in trainer.optimizers]
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,11 +1,11 @@
-"""Angles, radii and kappa to a dashboard, with one line.
+"""Log angles, radii and kappa to a dashboard with one line.
 
     log_angles(model, optimizer, SummaryWriter("runs/a"))      # TensorBoard
     log_angles(model, optimizer, wandb.init(project="p"))      # Weights & Biases
     log_angles(model, optimizer, trackio)                      # after trackio.init(project="p")
 
-From then on every `every`-th step of the optimizer, any torch optimizer, is measured and written.
-Needs none of the three: a writer is known by its methods.
+This measures and logs every `every` steps of any torch optimizer. None of the three packages is
+required: writers are recognized by their methods.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from angular_muown.engine import Engine
 from angular_muown.monitor import AngleMonitor
 
-Send = Callable[[dict[str, float], int], Any]  # values by name, the optimizer's step
+Send = Callable[[dict[str, float], int], Any]  # (values by name, optimizer step)
 
 
 def log_angles(
@@ -29,28 +29,28 @@ def log_angles(
     prefix: str = "muown",
     per_parameter: bool = True,
 ) -> "AngleLog":
-    """Write what `AngleMonitor` measures, as `prefix/angle_mean`, `prefix/kappa` and so on.
+    """Log the measurements of `AngleMonitor` as `prefix/angle_mean`, `prefix/kappa` and so on.
 
     Args:
-        writer: a TensorBoard SummaryWriter, a run of W&B or the module wandb, a run of trackio or
-            the module trackio, any function (values, step); None measures and writes nothing,
-            which is for ranks other than the first: measuring sharded weights takes all of them.
-        every: steps from one measurement to the next.
-        per_parameter: `prefix/angle_mean/<parameter>` as well, not only means over all of them.
+        writer: a TensorBoard SummaryWriter, a W&B run or the wandb module, a trackio run or the
+            trackio module, or any function of (values, step). None measures without logging: pass
+            it on all ranks but the first, because measuring sharded weights takes every rank.
+        every: number of steps between measurements.
+        per_parameter: also log `prefix/angle_mean/<parameter>` and so on, not only overall values.
     """
-    send = sender(writer, prefix)  # first: what is refused leaves no hooks behind
+    send = sender(writer, prefix)  # first: an invalid writer must leave no hooks behind
     return AngleLog(AngleMonitor(model, optimizer, every), send, prefix, per_parameter)
 
 
 class AngleLog:
-    """A monitor whose measurements are sent as soon as they are there; `close()` ends it."""
+    """Send the measurements of a monitor as soon as they are available, until `close()`."""
 
     def __init__(
         self, monitor: AngleMonitor, send: Send, prefix: str, per_parameter: bool = True
     ) -> None:
         self.monitor, self.send = monitor, send
         self.prefix, self.per_parameter = prefix, per_parameter
-        # After the monitor's own hook, which was registered before.
+        # Runs after the monitor's hook, which was registered earlier.
         self._hook = monitor.optimizer.register_step_post_hook(self._write)
 
     def close(self) -> None:
@@ -59,26 +59,25 @@ class AngleLog:
 
     def _write(self, optimizer: Optimizer, *_: Any) -> None:
         if values := self.monitor.read():
-            kept = (key for key in values if self.per_parameter or "/" not in key)
-            named = {f"{self.prefix}/{key}": values[key] for key in kept}
-            self.send(named, self._step(optimizer))
+            keys = (key for key in values if self.per_parameter or "/" not in key)
+            self.send({f"{self.prefix}/{key}": values[key] for key in keys}, self._step(optimizer))
 
     def _step(self, optimizer: Optimizer) -> int:
-        """How many steps were taken: for this package's optimizers also before a resume."""
+        """Return the steps taken; this package's optimizers include those before a resume."""
         if isinstance(optimizer, Engine):
             return max(int(group["step"]) for group in optimizer.param_groups)
         return self.monitor.steps
 
 
 def sender(writer: Any, prefix: str) -> Send:
-    """How a writer takes values."""
+    """Return a function that logs to the writer."""
     if writer is None:
         return lambda values, step: None
     if hasattr(writer, "add_scalar"):  # TensorBoard
         return lambda values, step: [writer.add_scalar(k, v, step) for k, v in values.items()]
     if hasattr(writer, "define_metric"):  # W&B
-        # Its own steps only go up, and rows are theirs to number: so each measurement is a row
-        # that is complete, whatever the user logs and when, with the optimizer's step as its axis.
+        # W&B numbers its rows itself, and only upwards. So each measurement is a complete row with
+        # the optimizer's step as its x axis, independent of what the user logs.
         axis = f"{prefix}/step"
         writer.define_metric(axis, hidden=True)
         writer.define_metric(f"{prefix}/*", step_metric=axis)
@@ -88,6 +87,6 @@ def sender(writer: Any, prefix: str) -> Send:
     if callable(writer):
         return writer
     raise TypeError(
-        f"writer={writer!r} has neither add_scalar (TensorBoard) nor log (W&B, trackio), and is no "
-        "function (values, step)"
+        f"writer={writer!r} has neither add_scalar (TensorBoard) nor log (W&B, trackio): pass such "
+        "a writer, a function of (values, step), or None"
     )

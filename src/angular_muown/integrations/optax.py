@@ -1,12 +1,12 @@
-"""AngularMuown for JAX: an optax transformation with the numbers of the torch optimizer.
+"""AngularMuown for JAX: an optax transformation that matches the torch optimizer numerically.
 
     labels = partial(label, rules={"*embed*": "adamw", "head/*": "adamw", "*/kernel": "transposed"})
     optimizer = with_adamw(0.02, labels, aux_learning_rate=2e-3, warmup_steps=100)
     state = optimizer.init(params)
     updates, state = optimizer.update(gradients, state, params)        # W' - W
 
-What is beyond the paper is in torch only. So are blocks:
-split a fused kernel into its parts, or stack equal ones as (..., m, n) and say so.
+Features beyond the paper are in torch only, and so are blocks: split a fused kernel into its parts,
+or stack parts of equal shape as (..., m, n) and label them as a stack.
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -28,12 +28,12 @@ from angular_muown.stages.orthogonalize import (
 )
 from angular_muown.stages.scale import SCALES
 
-# One step of one matrix in JAX: `angular_muown.update.update` for AngularMuown, with the stages
-# under their own names. Constants and scales are the torch package's; parity is tested.
+# The functions down to POLARS mirror the torch update and its stages by name, for one matrix.
+# They share the torch constants and scales, and tests compare the results.
 
 
 class Moments(NamedTuple):
-    """What a matrix (..., m, n) carries from step to step; rows are (..., m, 1)."""
+    """The state of matrices (..., m, n); row vectors are (..., m, 1)."""
 
     M: Array
     exp_avg: Array
@@ -57,25 +57,25 @@ def update_one(
     scale: Callable[[int, int], float],
     polar: Callable[[Array], Array],
 ) -> tuple[Array, Moments]:
-    """One step of one matrix (m, n): W' - W and what is carried on."""
+    """Take one step for a matrix (m, n). Return W' - W and the new state."""
     W, G = W.astype(moments.M.dtype), G.astype(moments.M.dtype)
     U, g, r = polar_coordinates(W, G)
     T = g * (G - r * U)
     M = momentum * moments.M + T
     Q = polar(T + momentum * M if nesterov else M)
-    # A row at zero takes a new direction: its first moment has no past.
+    # A row at zero takes a new direction, so its first moment restarts.
     first = jnp.where(g == 0, 0.0, moments.exp_avg)
     first = betas[0] * first + (1 - betas[0]) * r
     second = betas[1] * moments.exp_avg_sq + (1 - betas[1]) * r**2
     direction = first / (1 - betas[0] ** t) / nonzero(jnp.sqrt(second / (1 - betas[1] ** t)) + eps)
     g = g * (1 - lr * weight_decay) - radius_lr * direction
     W_new = g * normalize_rows(U - lr * kappa * scale(*W.shape) * Q)
-    signs = jnp.where(g < 0, -1.0, 1.0)  # a row whose length crossed zero turns round
+    signs = jnp.where(g < 0, -1.0, 1.0)  # a row whose length crosses zero is reversed
     return W_new - W, Moments(M * signs, first * signs, second)
 
 
 def inverse_polynomial(step: Array, warmup_steps: int, scale: float, degree: float) -> Array:
-    """kappa_t = (1 + c (t - t_w)_+)^(-p)."""
+    """Return kappa_t = (1 + c (t - t_w)_+)^(-p)."""
     return (1.0 + scale * jnp.maximum(step - warmup_steps, 0)) ** -degree
 
 
@@ -92,7 +92,7 @@ def normalize_rows(X: Array) -> Array:
 
 
 def polar_coordinates(W: Array, G: Array) -> tuple[Array, Array, Array]:
-    """Unit rows U, lengths g >= 0 and r_i = <G_i, U_i>; a row at zero leaves along -G_i."""
+    """Return unit rows U, lengths g >= 0 and r_i = <G_i, U_i>. A row at zero starts along -G_i."""
     g = row_norm(W)
     U = normalize_rows(jnp.where(g == 0, -G, W))
     return U, g, (G * U).sum(axis=-1, keepdims=True)
@@ -113,13 +113,13 @@ def iterate(X: Array, triples: tuple[Triple, ...], margin: float) -> Array:
 
 
 def svd(X: Array) -> Array:
-    """The exact polar factor; directions, rows and columns below rounding give zero."""
+    """Return the exact polar factor. Directions, rows and columns below rounding give zero."""
     X = unit(X, 1.0)
     U, S, Vh = jnp.linalg.svd(X, full_matrices=False)
-    error = S[0] * jnp.finfo(S.dtype).eps
-    kept = S > max(X.shape) * error
-    seen = [jnp.linalg.norm(X, axis=d, keepdims=True) > error for d in (1, 0)]
-    return (U * kept) @ Vh * seen[0] * seen[1]
+    rounding = S[0] * jnp.finfo(S.dtype).eps
+    directions = S > max(X.shape) * rounding
+    rows, columns = (jnp.linalg.norm(X, axis=d, keepdims=True) > rounding for d in (1, 0))
+    return (U * directions) @ Vh * rows * columns
 
 
 POLARS: dict[str, Callable[[Array], Array]] = {
@@ -129,24 +129,24 @@ POLARS: dict[str, Callable[[Array], Array]] = {
 }
 
 
-Rate = float | Callable[[Any], Any]  # a number or an optax schedule
-# How matrices are stored; `angular_muown`'s arguments
-STORED: dict[str, dict[str, Any]] = {
+LearningRate = float | Callable[[Any], Any]  # a number or an optax schedule
+# Labels for matrices by storage layout, with the arguments of `angular_muown`.
+LAYOUTS: dict[str, dict[str, Any]] = {
     "matrix": {},
     "transposed": {"transposed": True},
     "stack": {"stacks": True},
     "transposed_stack": {"transposed": True, "stacks": True},
 }
-LABELS = (*STORED, "adamw")
+LABELS = (*LAYOUTS, "adamw")
 
 
 class AngularMuownState(NamedTuple):
-    step: Array  # kappa's clock, and Adam's
-    moments: Any  # the parameters' tree, with Moments for leaves
+    step: Array  # for kappa and Adam
+    moments: Any  # a tree like the parameters', with Moments as leaves
 
 
 def angular_muown(
-    learning_rate: Rate = 0.02,
+    learning_rate: LearningRate = 0.02,
     *,
     transposed: bool = False,
     stacks: bool = False,
@@ -159,32 +159,37 @@ def angular_muown(
     decay_degree: float = 1.0,
     scale: str = "fan_ratio",
     orthogonalize: str = "polar_express",
-    radius_learning_rate: Rate | None = None,
+    radius_learning_rate: LearningRate | None = None,
     peak_learning_rate: float | None = None,
     weight_decay: float = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
-    """W = Diag(g) U with unit rows; an angle of about lr * kappa per step.
+    """Rotate rows by about lr * kappa per step: W = Diag(g) U with unit rows.
 
         T = g (G - r U);  M = beta M + T;  Q = polar(T + beta M)
         U <- rownormalize(U - lr kappa_t s Q);  g <- Adam(g, r; lr)
 
-    Every leaf is a matrix (m, n) with a row for each output, as torch stores it.
+    Every leaf is a matrix (m, n) with one row per output, as in torch.
 
     Args:
-        transposed: they are stored in x out, as flax's kernels are.
-        stacks: leaves may be stacks of matrices (..., m, n). A convolution's kernel is none.
-        learning_rate, radius_learning_rate: numbers or schedules; None: the radii follow lr. A
-            number for the radii beside a schedule of lr is their rate at its peak, as in torch.
-        peak_learning_rate: the schedule's peak, for such numbers.
+        transposed: leaves are stored as (in, out), like flax's kernels.
+        stacks: leaves may be stacks of matrices (..., m, n). A convolution kernel is not a stack.
+        learning_rate: a number or a schedule.
+        radius_learning_rate: a number or a schedule; None is learning_rate. If only learning_rate
+            is a schedule, a number is the value at its peak and follows it, as in torch.
+        peak_learning_rate: the peak of the schedule, required in that case.
         others: as in `angular_muown.AngularMuown`.
     """
-    for name, value, known in (("scale", scale, SCALES), ("orthogonalize", orthogonalize, POLARS)):
-        if value not in known:
-            raise ValueError(f"{name}={value!r} is not valid: it must be one of {', '.join(known)}")
-    radius_rate = _following(
+    for name, value, choices in (
+        ("scale", scale, SCALES),
+        ("orthogonalize", orthogonalize, POLARS),
+    ):
+        if value not in choices:
+            names = ", ".join(choices)
+            raise ValueError(f"{name}={value!r} is not valid: it must be one of {names}")
+    radius_lr_or_schedule = _follow(
         "radius_learning_rate", radius_learning_rate, learning_rate, peak_learning_rate
     )
-    one = partial(
+    step_one = partial(
         update_one, momentum=momentum, nesterov=nesterov, betas=betas, eps=eps,
         weight_decay=weight_decay, scale=SCALES[scale], polar=POLARS[orthogonalize],
     )  # fmt: skip
@@ -199,15 +204,15 @@ def angular_muown(
     ) -> tuple[Any, AngularMuownState]:
         if params is None:
             raise ValueError(
-                "angular_muown reads the weights: use update(gradients, state, params)"
+                "params=None: angular_muown needs the weights, update(gradients, state, params)"
             )
         t = state.step
-        lr, radius_lr = _at(learning_rate, t), _at(radius_rate, t)
+        lr, radius_lr = _at(learning_rate, t), _at(radius_lr_or_schedule, t)
         kappa = inverse_polynomial(t, warmup_steps, decay_scale, decay_degree)
-        advance = partial(_advance, one, transposed, (lr, radius_lr, kappa, t + 1))
+        advance = partial(_advance, step_one, transposed, (lr, radius_lr, kappa, t + 1))
         leaves, tree = jax.tree.flatten(params)
-        own = (tree.flatten_up_to(x) for x in (updates, state.moments))
-        pairs = [advance(*x) for x in zip(leaves, *own, strict=True)]
+        gradients, states = (tree.flatten_up_to(x) for x in (updates, state.moments))
+        pairs = [advance(*x) for x in zip(leaves, gradients, states, strict=True)]
         moments = tree.unflatten([moments for _, moments in pairs])
         changes = tree.unflatten([change for change, _ in pairs])
         return changes, AngularMuownState(t + 1, moments)
@@ -220,18 +225,18 @@ def _rows_out(W: Array, transposed: bool) -> Array:
 
 
 def _advance(
-    one: Callable[..., tuple[Array, Moments]],
+    step_one: Callable[..., tuple[Array, Moments]],
     transposed: bool,
-    rates: tuple[Any, ...],
+    scalars: tuple[Any, ...],
     W: Array,
     G: Array,
     moments: Moments,
 ) -> tuple[Array, Moments]:
-    """One leaf, one matrix at a time: a stack may be spread over devices."""
-    numbers = [jnp.asarray(x, moments.M.dtype) for x in rates]
+    """Step one leaf. vmap keeps matrices apart, so a stack may be sharded across devices."""
+    arrays = [jnp.asarray(x, moments.M.dtype) for x in scalars]
 
     def step(W: Array, G: Array, moments: Moments) -> tuple[Array, Moments]:
-        return one(W, G, moments, *numbers)
+        return step_one(W, G, moments, *arrays)
 
     for _ in range(W.ndim - 2):
         step = jax.vmap(step)
@@ -240,96 +245,102 @@ def _advance(
 
 
 def with_adamw(
-    learning_rate: Rate,
+    learning_rate: LearningRate,
     labels: Any,
     *,
-    aux_learning_rate: Rate | None = None,
+    aux_learning_rate: LearningRate | None = None,
     aux_weight_decay: float = 0.0,
     peak_learning_rate: float | None = None,
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-8,
     **settings: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    """One transformation for a whole model: AngularMuown for the matrices, AdamW for the rest.
+    """Optimize a whole model: matrices by AngularMuown, all other parameters by AdamW.
 
     Args:
-        labels: a tree like the parameters' with "matrix" (out x in), "transposed" (in x out),
-            "stack" or "transposed_stack" (leading dimensions count matrices) or "adamw" for leaves,
-            or a function that makes it of them, such as `label` with rules.
-        aux_learning_rate, aux_weight_decay: for AdamW; None means learning_rate.
-        peak_learning_rate: of the schedule, where learning_rate is one. A number for
-            aux_learning_rate or radius_learning_rate is the rate there, and follows the schedule.
+        learning_rate: for the matrices, a number or a schedule.
+        labels: a tree like the parameters' whose leaves are "matrix" (out, in), "transposed"
+            (in, out), "stack" or "transposed_stack" (leading dimensions count matrices) or "adamw";
+            or a function that computes it from the parameters, such as `label` with rules.
+        aux_learning_rate, aux_weight_decay: for AdamW; an aux_learning_rate of None is
+            learning_rate.
+        peak_learning_rate: the peak of learning_rate if it is a schedule. A number as
+            aux_learning_rate or radius_learning_rate is the value there and follows the schedule.
+        betas, eps: Adam's, for row lengths and AdamW.
         settings: as in `angular_muown`.
     """
-    rate = _following("aux_learning_rate", aux_learning_rate, learning_rate, peak_learning_rate)
+    aux_lr = _follow("aux_learning_rate", aux_learning_rate, learning_rate, peak_learning_rate)
     common: dict[str, Any] = {
         "betas": betas,
         "eps": eps,
         "peak_learning_rate": peak_learning_rate,
         **settings,
     }
-    rules: dict[Hashable, optax.GradientTransformation] = {
-        name: angular_muown(learning_rate, **common, **stored) for name, stored in STORED.items()
+    transformations: dict[Hashable, optax.GradientTransformation] = {
+        name: angular_muown(learning_rate, **common, **layout) for name, layout in LAYOUTS.items()
     }
-    rules["adamw"] = optax.adamw(rate, *betas, eps=eps, weight_decay=aux_weight_decay)
-    return optax.multi_transform(rules, labels)
+    transformations["adamw"] = optax.adamw(aux_lr, *betas, eps=eps, weight_decay=aux_weight_decay)
+    return optax.multi_transform(transformations, labels)
 
 
 def label(params: Any, rules: Mapping[str, str]) -> Any:
-    """A tree of labels from globs over paths such as "layers/0/kernel"; the first match counts.
+    """Return a tree of labels from globs over paths such as "layers/0/kernel".
 
-    What has fewer than two dimensions goes to AdamW. What no rule names is an error: whether a
-    matrix is hidden, a head or an embedding cannot be seen from its shape. So is a pattern that
-    matches nothing.
+    The first match counts. Parameters with fewer than two dimensions get "adamw". A larger one that
+    no rule matches is an error, because its shape does not tell a hidden matrix from a head or an
+    embedding. A pattern that matches nothing is an error too.
     """
-    for pattern, found in rules.items():
-        if found not in LABELS:
-            raise ValueError(f"rules[{pattern!r}]={found!r} must be one of {', '.join(LABELS)}")
+    for pattern, name in rules.items():
+        if name not in LABELS:
+            raise ValueError(f"rules[{pattern!r}]={name!r} must be one of {', '.join(LABELS)}")
 
-    known = Patterns(_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params))
+    names = Patterns(_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params))
     for pattern in rules:
-        known.matching("rules", pattern)
+        names.matching("rules", pattern)
 
     def choose(path: Any, W: Array) -> str:
         name = _name(path)
         if W.ndim < 2:
             return "adamw"
-        for pattern, found in rules.items():
+        for pattern, chosen in rules.items():
             if fnmatchcase(name, pattern):
-                return found
+                return chosen
         raise ValueError(f"no rule for parameter {name!r} (shape {W.shape}): add one to rules")
 
     return jax.tree_util.tree_map_with_path(choose, params)
 
 
-def _following(name: str, rate: Rate | None, lr: Rate, peak: float | None) -> Rate:
-    """A rate beside lr's: a number is meant at the peak of lr's schedule, as torch's are."""
+def _follow(
+    name: str, value: LearningRate | None, lr: LearningRate, peak: float | None
+) -> LearningRate:
+    """Return a further learning rate, as a multiple of the schedule lr if only lr is a schedule."""
     if peak is not None and not callable(lr):
         raise ValueError(
-            f"peak_learning_rate={peak!r} with learning_rate={lr!r}, which is no schedule: drop it"
+            f"peak_learning_rate={peak!r} with learning_rate={lr!r}, which is not a schedule: "
+            "leave peak_learning_rate out"
         )
     if peak is not None and not peak > 0:
         raise ValueError(f"peak_learning_rate={peak!r} must be a number > 0")
-    if rate is None:
+    if value is None:
         return lr
-    if callable(rate) or not callable(lr):
-        return rate
+    if callable(value) or not callable(lr):
+        return value
     if peak is None:
         raise ValueError(
-            f"{name}={rate!r} is a number and learning_rate a schedule: give the schedule's peak, "
-            "peak_learning_rate=..., and the number follows it, or give a schedule for it too"
+            f"{name}={value!r} is a number and learning_rate is a schedule: pass the schedule's "
+            f"peak as peak_learning_rate=..., or pass a schedule for {name}"
         )
-    return lambda t: rate / peak * lr(t)
+    return lambda t: value / peak * lr(t)
 
 
-def _at(rate: Rate, t: Array) -> Any:
-    return rate(t) if callable(rate) else rate
+def _at(lr: LearningRate, t: Array) -> Any:
+    return lr(t) if callable(lr) else lr
 
 
 def _zeros(W: Array) -> Moments:
     dtype = jnp.promote_types(W.dtype, jnp.float32)
-    rows = jnp.zeros((*W.shape[:-1], 1), dtype)
-    return Moments(jnp.zeros(W.shape, dtype), rows, rows)
+    vector = jnp.zeros((*W.shape[:-1], 1), dtype)
+    return Moments(jnp.zeros(W.shape, dtype), vector, vector)
 
 
 def _name(path: Any) -> str:
@@ -337,12 +348,12 @@ def _name(path: Any) -> str:
 
 
 def _check(stacks: bool, path: Any, W: Array) -> None:
-    what = f"parameter {_name(path)!r} (shape {W.shape}, {W.dtype})"
+    description = f"parameter {_name(path)!r} (shape {W.shape}, {W.dtype})"
     if W.ndim < 2 or not jnp.issubdtype(W.dtype, jnp.floating):
-        raise ValueError(f"{what} is no real matrix: label it 'adamw'")
+        raise ValueError(f"{description} is not a real matrix: label it 'adamw'")
     if W.ndim > 2 and not stacks:
         raise ValueError(
-            f"{what} has {W.ndim} dimensions, a matrix two: where the leading ones count matrices "
-            "label it 'stack' or (in x out) 'transposed_stack', which is stacks=True; otherwise, "
-            "as a convolution's kernel, label it 'adamw' or reshape it to outputs and all inputs"
+            f"{description} has {W.ndim} dimensions instead of 2: label a stack of matrices "
+            "'stack' or, for (in, out), 'transposed_stack' (stacks=True); label others, such as a "
+            "convolution kernel, 'adamw', or reshape it to (outputs, all inputs)"
         )

@@ -5,8 +5,8 @@
         config.optimizer = angular_muown(lr=0.02, warmup_steps=200, aux_lr=3e-4)
         return config
 
-`plan` sorts the parameters instead of patterns over their names, so one optimizer holds all of
-them: hidden matrices and, for embeddings, head, norms and biases, AdamW.
+`plan` assigns the parameters instead of name patterns, so one optimizer holds all of them: hidden
+matrices by the matrix rule; embeddings, head, norms and biases by AdamW.
 """
 
 from collections.abc import Callable, Iterable
@@ -31,25 +31,25 @@ MEMBERS: dict[str, Callable[..., Optimizer]] = {
         family.Hyperball, family.MagnitudeDirection,
     )
 }  # fmt: skip
-HEAD = "lm_head"  # torchtitan's decoders call their output head so
+HEAD = "lm_head"  # the output head of torchtitan's decoders
 
 
 class AngularMuownContainer(OptimizersContainer):
-    """One optimizer of the family for each part of the model, its groups made by `plan`."""
+    """One optimizer of the family per model part, with groups from `plan`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
         member: str = "AngularMuown"
-        """The family's member, by the name of its class."""
+        """Class name of the optimizer."""
 
         plan: dict[str, Any] = field(default_factory=dict)
-        """Arguments of `angular_muown.params.plan`, such as aux_lr or overrides."""
+        """Arguments of `angular_muown.plan`, such as aux_lr or overrides."""
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         if config.param_groups:
             raise ValueError(
-                f"param_groups={config.param_groups!r}: groups are made by plan here; say what "
-                "differs by plan arguments such as overrides={'*.w2.weight': {'lr': 0.01}}"
+                f"param_groups={config.param_groups!r}: must be empty, because plan makes the "
+                "groups: use plan arguments such as overrides={'*.w2.weight': {'lr': 0.01}}"
             )
         self.member, self.plan = config.member, config.plan
         super().__init__(config, model_parts=model_parts)
@@ -63,7 +63,7 @@ class AngularMuownContainer(OptimizersContainer):
     def _build_param_groups(  # pyrefly: ignore[bad-override]
         self, model: nn.Module, param_group_configs: list[ParamGroupConfig], impl_kwargs: Any
     ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, list[str]]]:
-        """The base class's static method, with the plan for patterns."""
+        """Build groups from the plan. Overrides a static method that matches name patterns."""
         has_head = any(name.startswith(f"{HEAD}.") for name, _ in model.named_parameters())
         values: dict[str, Any] = {"head": f"{HEAD}.*" if has_head else None, **self.plan}
         values["blocks"] = {**fused_qkv(model), **values.get("blocks", {})}
@@ -77,36 +77,38 @@ class AngularMuownContainer(OptimizersContainer):
             }
             for group in plan(model, **values)
         ]
-        described = [group["algorithm"] for group in groups]  # shown in the log
-        return {self.member: groups}, {self.member: described}
+        descriptions = [group["algorithm"] for group in groups]  # for the log
+        return {self.member: groups}, {self.member: descriptions}
 
 
 def fused_qkv(model: nn.Module) -> dict[str, list[int]]:
-    """Row blocks of torchtitan's fused projections, whose rows are q, k, v of each key head in
-    turn. Blocks are contiguous, so the heads that share a key head are a matrix of their own."""
+    """Return the row blocks of torchtitan's fused projections.
+
+    Their rows are q, k, v of one key head after another. Blocks are contiguous, so the query heads
+    that share a key head form one matrix.
+    """
     blocks = {}
     for name, module in model.named_modules():
         if isinstance(module, FusedQKVLinear):
             size = module.head_dim
-            one = [module.heads_per_kv * size, size, size]
+            period = [module.heads_per_kv * size, size, size]
             rows = module.wqkv.weight.shape[0]
-            blocks[f"{name}.wqkv.weight"] = one * (rows // sum(one))
+            blocks[f"{name}.wqkv.weight"] = period * (rows // sum(period))
     return blocks
 
 
 def with_experts(model: nn.Module, declared: str | Iterable[str]) -> list[str]:
-    """The caller's patterns of stacks, and the experts that they do not name: stacks of matrices,
-    one for each expert."""
+    """Return the declared stack patterns plus the names of all experts that they do not match."""
     patterns = [declared] if isinstance(declared, str) else list(declared)
-    found = [
+    experts = [
         name
         for path, module in model.named_modules()
         if isinstance(module, GroupedExperts)
         for name, p in module.named_parameters(prefix=path)
         if p.requires_grad
     ]
-    named = {name for name in found for pattern in patterns if fnmatchcase(name, pattern)}
-    return [*patterns, *(name for name in found if name not in named)]
+    matched = {name for name in experts for pattern in patterns if fnmatchcase(name, pattern)}
+    return [*patterns, *(name for name in experts if name not in matched)]
 
 
 def angular_muown(
@@ -118,12 +120,14 @@ def angular_muown(
     plan: dict[str, Any] | None = None,
     **settings: Any,
 ) -> AngularMuownContainer.Config:
-    """The config to put in the place of `default_adamw(...)`.
+    """Return a config to use in place of `default_adamw(...)`.
 
     Args:
-        member, settings: a member of the family and its arguments, such as warmup_steps.
-        aux_lr, aux_weight_decay: AdamW's, for what is no hidden matrix; aux_lr None means lr.
-        plan: further arguments of `angular_muown.params.plan`, such as overrides.
+        lr: learning rate of the hidden matrices.
+        member, settings: class name of the optimizer and its arguments, such as warmup_steps.
+        aux_lr, aux_weight_decay: for AdamW's parameters, all but the hidden matrices; an aux_lr of
+            None is lr.
+        plan: further arguments of `angular_muown.plan`, such as overrides.
     """
     return AngularMuownContainer.Config(
         member=member,

@@ -7,8 +7,8 @@
         optimizer_cls_and_kwargs=planned(lr=0.02, aux_lr=2e-3, warmup_steps=100),
     )
 
-The Trainer would sort parameters by its own rule (decayed or not) and so hand embeddings to the
-matrix rule. Whatever is no Optimizer class it calls with the model instead, and plan sorts them.
+For an Optimizer class, the Trainer groups parameters by weight decay alone, so embeddings would get
+the matrix rule. It calls any other class with the model, which lets `plan` make the groups.
 """
 
 import inspect
@@ -20,41 +20,42 @@ from angular_muown.engine import Engine
 from angular_muown.optimizers import AngularMuown
 from angular_muown.params.plan import plan
 
-PLANS = frozenset(inspect.signature(plan).parameters)
+PLAN_ARGUMENTS = frozenset(inspect.signature(plan).parameters)
 
 
 class PlannedOptimizer:
-    """What the Trainer makes and calls: `PlannedOptimizer()(model, **settings)`."""
+    """A factory that the Trainer calls as `PlannedOptimizer()(model, **settings)`."""
 
     def __call__(
         self, model: nn.Module, optimizer: type[Engine] = AngularMuown, **settings: Any
     ) -> Engine:
-        sorting = {key: value for key, value in settings.items() if key in PLANS}
-        stepping = {key: value for key, value in settings.items() if key not in PLANS}
-        return optimizer(plan(model, **sorting), **stepping)
+        for_plan = {key: value for key, value in settings.items() if key in PLAN_ARGUMENTS}
+        rest = {key: value for key, value in settings.items() if key not in PLAN_ARGUMENTS}
+        return optimizer(plan(model, **for_plan), **rest)
 
 
 def planned(
     optimizer: type[Engine] = AngularMuown, **settings: Any
 ) -> tuple[type[PlannedOptimizer], dict[str, Any]]:
-    """The Trainer's `optimizer_cls_and_kwargs`.
+    """Return a value for the Trainer's `optimizer_cls_and_kwargs`.
 
     Args:
         optimizer: a member of the family.
         settings: arguments of `plan` (blocks, aux_lr, head, ...) and of the optimizer (lr,
-            warmup_steps, ...), by name. TrainingArguments.learning_rate and .weight_decay are not
-            looked at.
+            warmup_steps, ...). TrainingArguments.learning_rate and .weight_decay are ignored.
     """
     return PlannedOptimizer, {"optimizer": optimizer, **settings}
 
 
 def wsd_arguments(total_steps: int, warmup_steps: int = 0, decay_steps: int = 0) -> dict[str, Any]:
-    """TrainingArguments of a linear warm-up, a constant rate and a linear decay to 0; the Trainer's
-    own "warmup_stable_decay" decays by a cosine unless told otherwise."""
+    """Return TrainingArguments for a linear warmup, a constant phase and a linear decay to 0.
+
+    The default of the Trainer's "warmup_stable_decay" is a cosine decay.
+    """
     if min(warmup_steps, decay_steps) < 0 or warmup_steps + decay_steps > total_steps:
         raise ValueError(
             f"warmup_steps={warmup_steps} and decay_steps={decay_steps} do not fit into "
-            f"total_steps={total_steps}: they must be >= 0 and add up to no more than it"
+            f"total_steps={total_steps}: they must be >= 0 and add up to at most that"
         )
     return {
         "max_steps": total_steps,

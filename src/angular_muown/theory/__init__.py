@@ -1,6 +1,6 @@
-"""The theory of the paper, executable: Algorithm 2, its direction, its theorem.
+"""The paper's theory as code: Algorithm 2, its direction, its convergence theorem.
 
-`angular-lab theory` measures with it; docs/theory.md tells what came out.
+`angular-lab theory` runs the measurements; docs/theory.md reports the results.
 """
 
 from angular_muown.theory.convergence import (

@@ -1,4 +1,4 @@
-"""The convergence theorem: its constants and bound, problems that meet its assumptions, and checks.
+"""The convergence theorem: parameters, bound, test problems and a check of the assumptions.
 
 For T steps of Algorithm 2 on m x n matrices, with r = min(m, n):
     lr       = sqrt(Delta_0 (1 - beta) / (L T))
@@ -21,11 +21,11 @@ from angular_muown.theory.manifold import project, retract
 
 
 class Constants(NamedTuple):
-    """What the theorem needs to know of a problem; `theory.assumptions` checks such claims."""
+    """The problem constants in the theorem. `check_assumptions` tests them numerically."""
 
-    smoothness: float  # L, of the loss and of its gradient, in |.|_op and |.|_*
+    smoothness: float  # L, for steps in |.|_op and gradients in |.|_*
     initial_gap: float  # Delta_0 >= loss(U_1) - inf loss
-    noise: float  # sigma, |.|_F
+    noise: float  # sigma, in |.|_F
     rank: int  # r = min(m, n)
 
 
@@ -35,20 +35,20 @@ class Parameters(NamedTuple):
 
 
 def parameters(constants: Constants, steps: int) -> Parameters:
-    """The theorem's step size and momentum for a run of so many steps."""
+    """Return the theorem's learning rate and momentum for a run of `steps` steps."""
     L, gap, sigma, r = constants
-    noisy = sqrt(gap * L / (r * sigma**2 * steps)) if sigma else inf
-    weight = min(1.0, max(steps ** (-2 / 3), noisy))  # 1 - beta
+    noise_term = sqrt(gap * L / (r * sigma**2 * steps)) if sigma else inf
+    weight = min(1.0, max(steps ** (-2 / 3), noise_term))  # 1 - beta
     return Parameters(sqrt(gap * weight / (L * steps)), 1 - weight)
 
 
 def bound(constants: Constants, steps: int) -> float:
-    """What the mean gradient norm of such a run cannot exceed, in expectation."""
+    """Return the theorem's bound on the expected mean gradient norm of such a run."""
     return sum(terms(constants, steps))
 
 
 def terms(constants: Constants, steps: int) -> tuple[float, float, float]:
-    """The bound's three parts: T^(-1/2), T^(-1/4) and T^(-1/3)."""
+    """Return the three terms of the bound, of order T^(-1/2), T^(-1/4) and T^(-1/3)."""
     L, gap, sigma, r = constants
     return (
         4 * sqrt(gap * L / steps),
@@ -57,16 +57,16 @@ def terms(constants: Constants, steps: int) -> tuple[float, float, float]:
     )
 
 
-TANH_BEND = 4 / (3 * sqrt(3))  # the largest |tanh''|
+TANH_CURVATURE = 4 / (3 * sqrt(3))  # max |tanh''|
 
 
 class Problem(ABC):
-    """A loss on unit rows; U may be a batch (..., m, n) of points."""
+    """A loss over matrices with unit rows. U may be a batch (..., m, n)."""
 
     name: str
-    U_1: Tensor  # where runs start
-    row_bounds: Tensor  # G_i
-    lipschitz: float  # l
+    U_1: Tensor  # starting point
+    row_bounds: Tensor  # G_i, bounds on the row norms of the Euclidean gradient
+    lipschitz: float  # l, of the Euclidean gradient
     constants: Constants
 
     @abstractmethod
@@ -74,18 +74,16 @@ class Problem(ABC):
 
     @abstractmethod
     def euclidean(self, U: Tensor) -> Tensor:
-        """The gradient in the ambient space."""
+        """Return the gradient in the ambient space."""
 
     def gradient(self, U: Tensor) -> Tensor:
         return project(self.euclidean(U), U)
 
     def sample(self, U: Tensor, gradient: Tensor, random: torch.Generator) -> Tensor:
-        """A noisy gradient, given the exact one: Gaussian in the tangent space, E|noise|^2 =
-        sigma^2."""
+        """Add Gaussian tangent noise with E|noise|_F^2 = sigma^2 to the exact gradient."""
         m, n = U.shape[-2:]
-        size = self.constants.noise / sqrt(
-            m * (n - 1)
-        )  # the tangent space has m (n - 1) dimensions
+        dimension = m * (n - 1)  # of the tangent space
+        size = self.constants.noise / sqrt(dimension)
         noise = torch.randn(U.shape, generator=random, dtype=U.dtype)
         return gradient + size * project(noise, U)
 
@@ -100,7 +98,7 @@ def unit_rows(m: int, n: int, random: torch.Generator) -> Tensor:
 
 
 class Alignment(Problem):
-    """<C, U>: each row wants to point against its target. 2^m stationary points, one minimum."""
+    """<C, U>: rows align with -C_i. There are 2^m stationary points and one minimum."""
 
     name = "alignment"
 
@@ -119,7 +117,7 @@ class Alignment(Problem):
 
 
 class Regression(Problem):
-    """|A (U - U*)|_F^2 / 2: least squares whose rows depend on each other; the minimum is 0."""
+    """Least squares |A (U - U*)|_F^2 / 2, which couples the rows. The minimum is 0."""
 
     name = "regression"
 
@@ -134,40 +132,43 @@ class Regression(Problem):
         self.constants = self._constants(noise, lowest=0.0)
 
     def loss(self, U: Tensor) -> Tensor:
-        off = U - self.target
-        return (off * (self.H @ off)).sum(dim=(-2, -1)) / 2
+        error = U - self.target
+        return (error * (self.H @ error)).sum(dim=(-2, -1)) / 2
 
     def euclidean(self, U: Tensor) -> Tensor:
         return self.H @ (U - self.target)
 
 
 class Neurons(Problem):
-    """A layer of tanh neurons and a teacher of the same kind: mean (mean_i tanh<U_i, x> - y)^2 / 2.
+    """A layer of tanh neurons that fits a teacher: mean (mean_i tanh<U_i, x> - y)^2 / 2.
 
-    Not convex, and the noise is real: gradients of random samples, drawn with replacement.
+    Not convex. The noise is that of minibatch gradients, sampled with replacement.
     """
 
     name = "neurons"
 
     def __init__(self, m: int, n: int, samples: int = 64, batch: int = 16, seed: int = 0) -> None:
         random = torch.Generator().manual_seed(seed)
-        self.x = 1.5 * unit_rows(samples, n, random)  # long enough to bend tanh
+        self.x = 1.5 * unit_rows(
+            samples, n, random
+        )  # long enough to reach the nonlinear part of tanh
         self.batch, target = batch, unit_rows(m, n, random)
         self.y = torch.tanh(self.x @ target.mT).mean(dim=-1)
         self.U_1 = unit_rows(m, n, random)
         sizes = row_norm(self.x).squeeze(-1)
-        errors = torch.tanh(sizes) + self.y.abs()  # at most
-        # Row i of the gradient is mean(c x) / m with |c| <= errors: Cauchy and Schwarz. Its change
-        # with V is at most mean((1 + bend errors) <x, V_i>^2) / m, as tanh' <= 1, |tanh''| <= bend.
+        errors = torch.tanh(sizes) + self.y.abs()  # upper bounds
+        # Row i of the gradient is mean(c x) / m with |c| <= errors: apply Cauchy-Schwarz. Its
+        # derivative along V is at most mean((1 + TANH_CURVATURE errors) <x, V_i>^2) / m, because
+        # tanh' <= 1 and |tanh''| <= TANH_CURVATURE.
         self.row_bounds = (errors.square().mean() * self._moment(torch.ones_like(errors))).sqrt()
         self.row_bounds = self.row_bounds.expand(m) / m
-        self.lipschitz = float(self._moment(1 + TANH_BEND * errors)) / m
-        # a sample's gradient is at most error |x| / sqrt(m); a mean of `batch` varies less
+        self.lipschitz = float(self._moment(1 + TANH_CURVATURE * errors)) / m
+        # |gradient of one sample| <= error |x| / sqrt(m); a batch divides the variance by its size
         noise = float((errors * sizes).square().mean().sqrt()) / sqrt(m * batch)
         self.constants = self._constants(noise, lowest=0.0)
 
     def _moment(self, weights: Tensor) -> Tensor:
-        """The largest of mean(w <x, v>^2) over unit vectors v."""
+        """Return the maximum of mean(w <x, v>^2) over unit vectors v."""
         scaled = self.x * (weights / len(self.x)).sqrt().unsqueeze(-1)
         return torch.linalg.matrix_norm(scaled, ord=2).square()
 
@@ -180,8 +181,8 @@ class Neurons(Problem):
 
     def sample(self, U: Tensor, gradient: Tensor, random: torch.Generator) -> Tensor:
         shape = (*U.shape[:-2], self.batch)
-        chosen = torch.randint(len(self.x), shape, generator=random)
-        return project(self._mean_gradient(U, self.x[chosen], self.y[chosen]), U)
+        indices = torch.randint(len(self.x), shape, generator=random)
+        return project(self._mean_gradient(U, self.x[indices], self.y[indices]), U)
 
     def _mean_gradient(self, U: Tensor, x: Tensor, y: Tensor) -> Tensor:
         out = torch.tanh(U @ x.mT)  # (..., m, k)
@@ -189,21 +190,22 @@ class Neurons(Problem):
         return (error * (1 - out.square())) @ x / (U.shape[-2] * x.shape[-2])
 
 
-SIZES = (1e-3, 1e-2, 0.1, 0.3, 1.0, 3.0, 10.0)  # |X|_op of the steps that are tried
+SIZES = (1e-3, 1e-2, 0.1, 0.3, 1.0, 3.0, 10.0)  # |X|_op of the steps X that are tested
 NOISE_SAMPLES = 2000
 
 
 class Measured(NamedTuple):
-    """The worst that was found; the assumptions hold there if every number is at most 1."""
+    """The worst ratios found. The assumptions hold at the tested points if all are at most 1."""
 
     descent: float  # (loss(V) - loss(U) - <grad, X>) / (L |X|_op^2 / 2)
     gradient: float  # |grad(U) - grad(V)|_* / (L |X|_op)
     initial_gap: float  # (loss(U_1) - lowest loss seen) / Delta_0
     noise: float  # E|noise|_F^2 / sigma^2
-    bias: float  # |mean of the noise|_F, in standard errors of it, over 5
+    bias: float  # |mean of the noise|_F in units of 5 standard errors
 
 
 def check_assumptions(problem: Problem, points: int = 40, seed: int = 0) -> Measured:
+    """Test `problem.constants` at random points and along a descent path."""
     random = torch.Generator().manual_seed(seed)
     L, gap, sigma, _ = problem.constants
     descent = gradient = noise = bias = 0.0
@@ -217,15 +219,15 @@ def check_assumptions(problem: Problem, points: int = 40, seed: int = 0) -> Meas
             descent = max(descent, float(2 * rise / (L * size**2)))
             gradient = max(gradient, float(change / (L * size)))
             lowest = min(lowest, float(problem.loss(V)))
-        second, first = _noise(problem, U, G, random)
-        noise = max(noise, second / sigma**2 if sigma else 0.0)
-        bias = max(bias, first / 5)
+        mean_square, bias_ratio = _noise(problem, U, G, random)
+        noise = max(noise, mean_square / sigma**2 if sigma else 0.0)
+        bias = max(bias, bias_ratio / 5)
     first_loss = float(problem.loss(problem.U_1))
     return Measured(descent, gradient, (first_loss - lowest) / gap, noise, bias)
 
 
 def _points(problem: Problem, count: int, random: torch.Generator) -> Iterator[Tensor]:
-    """Random ones, and ones on the way down from the start."""
+    """Yield random points and points of a descent path from U_1, alternately."""
     m, n = problem.U_1.shape
     U = problem.U_1
     for i in range(count):
@@ -235,7 +237,7 @@ def _points(problem: Problem, count: int, random: torch.Generator) -> Iterator[T
 
 
 def _steps(G: Tensor, U: Tensor, random: torch.Generator) -> Iterator[Tensor]:
-    """Up, down, random, and a single random row, at every size."""
+    """Yield tangent steps of every size: along G, -G, noise, and noise in a single row."""
     noise = torch.randn(U.shape, generator=random, dtype=U.dtype)
     row = torch.zeros_like(noise)
     i = int(torch.randint(len(U), (), generator=random))
@@ -248,9 +250,9 @@ def _steps(G: Tensor, U: Tensor, random: torch.Generator) -> Iterator[Tensor]:
 
 
 def _noise(problem: Problem, U: Tensor, G: Tensor, random: torch.Generator) -> tuple[float, float]:
-    """The mean square of the noise, and its mean in standard errors."""
-    many = U.expand(NOISE_SAMPLES, *U.shape)
-    Z = problem.sample(many, G.expand_as(many), random) - G
+    """Return the noise's mean square, and the norm of its mean in standard errors."""
+    batch = U.expand(NOISE_SAMPLES, *U.shape)
+    Z = problem.sample(batch, G.expand_as(batch), random) - G
     square = float(Z.square().sum(dim=(-2, -1)).mean())
     mean = float(torch.linalg.matrix_norm(Z.mean(dim=0)))
     return square, mean / max((square / NOISE_SAMPLES) ** 0.5, 1e-30)

@@ -1,6 +1,6 @@
-"""Algorithm 2 of the paper as an optimizer: what the convergence theorem is about."""
+"""Algorithm 2 of the paper, the subject of the convergence theorem, as an optimizer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from sys import float_info
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from angular_muown.stages.charts import polar_coordinates
+from angular_muown.stages.context import State
 from angular_muown.stages.reductions import LOCAL, row_norm
 from angular_muown.theory.manifold import exponential, project, retract, transport
 from angular_muown.theory.polar_solver import TangentPolar, dual_steps, tangent_polar
@@ -15,18 +16,22 @@ from angular_muown.theory.polar_solver import TangentPolar, dual_steps, tangent_
 Move = Callable[[Tensor, Tensor], Tensor]
 
 RETRACTIONS: dict[str, Move] = {"normalize": retract, "exponential": exponential}
-# M, U, the new U -> M to go on with
+# (M, U, new U) -> the M of the next step
 TRANSPORTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "none": lambda M, U, V: M,  # the paper's: M adds up in the ambient space
+    "none": lambda M, U, V: M,  # as in the paper: M accumulates in the ambient space
     "project": lambda M, U, V: project(M, V),
     "parallel": transport,
 }
 
 
-def _within(low: float, high: float) -> Callable[[Any], bool]:
-    """Of numbers, and of tensors all of whose entries are such: each problem may have its own."""
+Check = Callable[[object], bool]
+Rule = tuple[Check, str]  # the check, and what a valid value is
 
-    def is_valid(x: Any) -> bool:
+
+def _within(low: float, high: float) -> Check:
+    """Accept a number in [low, high], or a tensor of them: one per problem of a batch."""
+
+    def is_valid(x: object) -> bool:
         if isinstance(x, Tensor):
             return x.is_floating_point() and bool(((x >= low) & (x <= high)).all())
         return isinstance(x, int | float) and not isinstance(x, bool) and low <= x <= high
@@ -34,23 +39,24 @@ def _within(low: float, high: float) -> Callable[[Any], bool]:
     return is_valid
 
 
-def _count(least: int) -> tuple[Callable[[Any], bool], str]:
-    def is_valid(x: Any) -> bool:
-        return isinstance(x, int) and not isinstance(x, bool) and x >= least
+def _integer(minimum: int) -> Rule:
+    def is_valid(x: object) -> bool:
+        return isinstance(x, int) and not isinstance(x, bool) and x >= minimum
 
-    return is_valid, f"a whole number >= {least}"
-
-
-def _one_of(known: Mapping[str, Any]) -> tuple[Callable[[Any], bool], str]:
-    return (lambda x: x in tuple(known)), "one of " + ", ".join(map(repr, known))
+    return is_valid, f"an integer >= {minimum}"
 
 
-# What a group may hold. The library's rules (params/options.py) are about one number for a group.
-RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+def _one_of(choices: Iterable[str]) -> Rule:
+    names = tuple(choices)
+    return (lambda x: x in names), "one of " + ", ".join(map(repr, names))
+
+
+# Separate from the library's rules (params/options.py), which do not allow tensors per problem.
+RULES: dict[str, Rule] = {
     "lr": (_within(0, float_info.max), "a finite number >= 0, or a tensor of them"),
     "momentum": (_within(0, 1), "a number in [0, 1], or a tensor of them"),
-    "inner_steps": _count(0),
-    "iterations": _count(1),
+    "inner_steps": _integer(0),
+    "iterations": _integer(1),
     "tolerance": (_within(0, float_info.max), "a finite number >= 0"),
     "retraction": _one_of(RETRACTIONS),
     "transport": _one_of(TRANSPORTS),
@@ -58,25 +64,25 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 class IdealizedAngularMuown(torch.optim.Optimizer):
-    """The directional update with the polar factor kept in the tangent space; row lengths stay.
+    """Directional update with a tangent-constrained polar factor and fixed row lengths.
 
         T = g (G - r U)                                       tangent gradient
-        M = beta M + (1 - beta) T;  M = T at the first step
+        M = beta M + (1 - beta) T;  M = T in the first step
         D = argmin <M, D>  over  |D|_op <= 1, <D_i, U_i> = 0
         U <- rownormalize(U + lr D)
 
     Args:
         params: matrices (..., m, n) without zero rows.
-        lr, momentum: eta and beta; `theorem.parameters` gives the theorem's. For a stack of
-            problems, tensors that broadcast, such as (k, 1, 1).
+        lr, momentum: eta and beta; `parameters` computes the theorem's values. A batch of problems
+            may have tensors that broadcast, such as (k, 1, 1).
         inner_steps: 0 solves for D to `tolerance`; k takes k dual steps from the last multiplier.
-        iterations, tolerance: of `tangent_polar`.
-        retraction: "normalize", or "exponential": along great circles.
-        transport: what carries M to the next point: "none", "project" or "parallel".
+        iterations, tolerance: arguments of `tangent_polar`.
+        retraction: "normalize", or "exponential" to move along great circles.
+        transport: how M moves to the next point: "none", "project" or "parallel".
 
-    It is apart from the family, whose one `step` starts the momentum at zero and moves the row
-    lengths as well: for proofs and measurements, not for training. AngularMuown's
-    orthogonalize="tangent" is its direction in practice.
+    For proofs and measurements, not for training. It is not a member of the family, whose `step`
+    starts the momentum at zero and also updates the row lengths. For training with this direction,
+    use AngularMuown with orthogonalize="tangent".
 
     Paper: Huebler, Lion, Orvieto, He: Muown Implicitly Performs Angular Step-size Decay, 2026.
     """
@@ -105,7 +111,7 @@ class IdealizedAngularMuown(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuses what it cannot work with, here and not at some step."""
+        """Add a group, or raise ValueError if a value or a parameter is invalid."""
         super().add_param_group(param_group)
         index = len(self.param_groups) - 1
         try:
@@ -116,50 +122,50 @@ class IdealizedAngularMuown(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of every parameter that has a gradient."""
+        """Take one step for every parameter that has a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for index, group in enumerate(self.param_groups):
-            for number, p in enumerate(group["params"]):
+            for i, p in enumerate(group["params"]):
                 if p.grad is not None:
                     if "momentum_buffer" not in self.state[p]:
-                        _check_rows(p, f"parameter {number} of group {index}")
+                        _check_rows(p, f"parameter {i} of group {index}")
                     _advance(p, self.state[p], group)
         return loss
 
 
 def _check_group(group: dict[str, Any], index: int) -> None:
-    for key, (is_valid, wanted) in RULES.items():
+    for key, (is_valid, requirement) in RULES.items():
         if not is_valid(group[key]):
-            raise ValueError(f"{key}={group[key]!r} is not valid: it must be {wanted}")
-    for number, p in enumerate(group["params"]):
-        name, shape = f"parameter {number} of group {index}", tuple(p.shape)
+            raise ValueError(f"{key}={group[key]!r} is not valid: it must be {requirement}")
+    for i, p in enumerate(group["params"]):
+        name, shape = f"parameter {i} of group {index}", tuple(p.shape)
         if not p.is_floating_point():
-            raise ValueError(f"{name} is {p.dtype}: real floating point is needed")
+            raise ValueError(f"{name} is {p.dtype}: it must be real floating point")
         if p.dim() < 2:
-            raise ValueError(f"{name} has the shape {shape}: matrices (..., m, n) are needed")
+            raise ValueError(f"{name} has the shape {shape}: it must be (..., m, n)")
         if p.numel() == 0:
-            raise ValueError(f"{name} (shape {shape}) has no entries: leave it out")
+            raise ValueError(f"{name} (shape {shape}) has no entries: leave it out of params")
 
 
 def _check_rows(p: Tensor, name: str) -> None:
-    """At its first step: until then, weights may be filled."""
+    """Raise if a row is zero. The first step checks: weights may be filled until then."""
     if bool((row_norm(p) == 0).any()):
-        raise ValueError(f"{name} has a row of zeros, which has no direction: start elsewhere")
+        raise ValueError(f"{name} has a row of zeros, which has no direction: initialize it")
 
 
-def _advance(p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+def _advance(p: Tensor, state: State, group: dict[str, Any]) -> None:
     assert p.grad is not None
     U, g, r = polar_coordinates(p, p.grad, LOCAL)
     T = g * (p.grad - r * U)
     beta = group["momentum"]
     M = beta * state["momentum_buffer"] + (1 - beta) * T if "momentum_buffer" in state else T
-    found = _direction(M, U, state.get("multiplier"), group)
-    V = RETRACTIONS[group["retraction"]](U, group["lr"] * found.D)
+    direction = _direction(M, U, state.get("multiplier"), group)
+    V = RETRACTIONS[group["retraction"]](U, group["lr"] * direction.D)
     state["momentum_buffer"] = TRANSPORTS[group["transport"]](M, U, V)
-    state["multiplier"], state["gap"] = found.multiplier, found.gap
+    state["multiplier"], state["gap"] = direction.multiplier, direction.gap
     p.copy_(g * V)
 
 

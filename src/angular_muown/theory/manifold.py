@@ -1,37 +1,31 @@
-"""The oblique manifold: matrices with unit rows. Everything works row by row on (..., m, n)."""
+"""The oblique manifold: matrices with unit rows. All functions act row by row on (..., m, n)."""
 
 import torch
 from torch import Tensor
 
-from angular_muown.stages.charts import normalize_rows, tangent_part
+from angular_muown.stages.charts import normalize_rows
+from angular_muown.stages.charts import tangent_part as project
 from angular_muown.stages.reductions import row_norm
-from angular_muown.stages.tangent import along
+from angular_muown.stages.tangent import along as radial
 
-
-def radial(A: Tensor, U: Tensor) -> Tensor:
-    """<A_i, U_i>, as (..., m, 1)."""
-    return along(A, U)
-
-
-def project(A: Tensor, U: Tensor) -> Tensor:
-    """The part of A tangent at U: A_i - <A_i, U_i> U_i."""
-    return tangent_part(A, U)
+__all__ = ["exponential", "project", "radial", "retract", "transport"]
 
 
 def retract(U: Tensor, V: Tensor) -> Tensor:
-    """(U_i + V_i) / |U_i + V_i|: turns a row by arctan |V_i| if V is tangent."""
+    """Return (U_i + V_i) / |U_i + V_i|. A tangent V rotates row i by arctan |V_i|."""
     return normalize_rows(U + V)
 
 
 def exponential(U: Tensor, V: Tensor) -> Tensor:
-    """cos|V_i| U_i + sin|V_i| V_i / |V_i|: the great circle, turns a row by |V_i|."""
+    """Move along great circles: cos|V_i| U_i + sin|V_i| V_i / |V_i| rotates row i by |V_i|."""
     length = row_norm(V)
     return torch.cos(length) * U + torch.sinc(length / torch.pi) * V
 
 
 def transport(A: Tensor, U: Tensor, V: Tensor) -> Tensor:
-    """A carried from U to the rows V along great circles: an isometry of the tangent spaces.
+    """Parallel-transport A along great circles from the rows of U to the rows of V.
 
-    A_i - <A_i, V_i> / (1 + <U_i, V_i>) (U_i + V_i); not defined for V_i = -U_i.
+    A_i - <A_i, V_i> / (1 + <U_i, V_i>) (U_i + V_i), an isometry of the tangent spaces. It is
+    undefined for V_i = -U_i.
     """
     return A - radial(A, V) / (1 + radial(U, V)) * (U + V)

@@ -1,4 +1,4 @@
-"""The theorem: its arithmetic, the lemmas of its proof, and the bound on known problems."""
+"""The convergence theorem: its formulas, the lemmas of its proof, its bound on test problems."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def make(kind: type[Problem], m: int, n: int, seed: int = 0) -> Problem:
 
 
 def dual_norm(A: Tensor, U: Tensor) -> Tensor:
-    """|A|_{U,*}: the largest <A, V> over tangent V with |V|_op <= 1, from below."""
+    """Return a lower bound on |A|_{U,*}, the maximum of <A, V> over tangent V with |V|_op <= 1."""
     return -(A * tangent_polar(A, U, tolerance=1e-7).D).sum(dim=(-2, -1))
 
 
@@ -38,8 +38,8 @@ def frobenius(A: Tensor) -> Tensor:
     return torch.linalg.matrix_norm(A)
 
 
-def test_the_theorem_s_arithmetic() -> None:
-    """By hand: Delta_0 = 2, L = 3, sigma = 0.5, r = 4, T = 600."""
+def test_parameters_and_bound_match_hand_computed_values() -> None:
+    """Delta_0 = 2, L = 3, sigma = 0.5, r = 4, T = 600."""
     constants = Constants(smoothness=3.0, initial_gap=2.0, noise=0.5, rank=4)
     lr, momentum = parameters(constants, 600)
     assert momentum == pytest.approx(1 - 0.1)  # sqrt(6 / (1 * 600)) = 0.1 > 600^(-2/3) = 0.014
@@ -55,7 +55,7 @@ def test_the_theorem_s_arithmetic() -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.floats(-3, 3), st.floats(-3, 3), st.floats(-4, 3), st.integers(1, 64), st.integers(1, 9))
 def test_the_last_step_of_the_proof(L, gap, sigma, r, digits) -> None:
-    """With the chosen lr and beta, the sum of the lemmas is below the theorem's bound."""
+    """With the theorem's lr and beta, the sum of the lemmas is at most the theorem's bound."""
     constants, T = Constants(10**L, 10**gap, 10**sigma, r), 10**digits
     lr, beta = parameters(constants, T)
     weight, spread = 1 - beta, r**0.5 * constants.noise
@@ -91,14 +91,16 @@ def test_norm_sandwich(m, n, seed, low) -> None:
     beta=st.floats(0, 0.98),
 )
 def test_descent_lemma(kind, shape, seed, lr, beta) -> None:
-    """sum |grad|_{U,*} <= Delta_0 / lr + lr L T / 2 + 2 sum |M - grad|_{U,*}, whatever the noise,
-    and the step's own inequality: the loss rises by no more than lr <grad, D> + lr^2 L / 2."""
+    """sum |grad|_{U,*} <= Delta_0 / lr + lr L T / 2 + 2 sum |M - grad|_{U,*} for any noise.
+
+    Each step changes the loss by at most lr <grad, D> + lr^2 L / 2.
+    """
     problem, T, lr = make(kind, *shape, seed=seed % 100), 12, 10**lr
     random = torch.Generator().manual_seed(seed)
     p = nn.Parameter(problem.U_1.clone())
     optimizer = IdealizedAngularMuown([p], lr, beta, tolerance=1e-7)
     L, gap, _, _ = problem.constants
-    seen = []
+    history = []
     for _ in range(T):
         U = p.detach().clone()
         G = problem.gradient(U)
@@ -106,17 +108,20 @@ def test_descent_lemma(kind, shape, seed, lr, beta) -> None:
         optimizer.step()
         M = optimizer.state[p]["momentum_buffer"]
         D = tangent_polar(M, U, tolerance=1e-7).D
-        fall = lr * (G * D).sum() + lr**2 * L / 2
-        assert problem.loss(p.detach()) <= problem.loss(U) + fall + 1e-6
-        seen.append((U, M - G, G))
-    U, E, G = (torch.stack(x) for x in zip(*seen, strict=True))
-    left, noise_part = dual_norm(G, U).sum(), dual_norm(E, U).sum()
-    assert left <= (gap / lr + lr * L * T / 2 + 2 * noise_part) * (1 + 1e-4)
+        change = lr * (G * D).sum() + lr**2 * L / 2
+        assert problem.loss(p.detach()) <= problem.loss(U) + change + 1e-6
+        history.append((U, M - G, G))
+    U, E, G = (torch.stack(x) for x in zip(*history, strict=True))
+    gradients, errors = dual_norm(G, U).sum(), dual_norm(E, U).sum()
+    assert gradients <= (gap / lr + lr * L * T / 2 + 2 * errors) * (1 + 1e-4)
 
 
 def test_deviation_bound() -> None:
-    """sum E|M - grad|_* <= sqrt(r) sigma / (1 - beta) + sqrt(r) sigma T sqrt(1 - beta)
-    + lr L T / (1 - beta), as a mean over 64 runs, for slow, fast and no averaging."""
+    """The mean of sum |M - grad|_* over 64 runs is below the lemma's bound.
+
+    sqrt(r) sigma / (1 - beta) + sqrt(r) sigma T sqrt(1 - beta) + lr L T / (1 - beta), for slow,
+    fast and no averaging.
+    """
     problem, T, runs = Alignment(3, 8, noise=0.4), 60, 64
     L, _, sigma, r = problem.constants
     for lr, beta in ((0.02, 0.9), (0.1, 0.5), (0.3, 0.0)):
@@ -137,34 +142,34 @@ def test_deviation_bound() -> None:
 
 @pytest.mark.parametrize("kind", PROBLEMS)
 @pytest.mark.parametrize("shape", [(3, 8), (8, 3), (4, 4)])
-def test_the_problems_keep_what_they_claim(kind, shape) -> None:
+def test_problems_satisfy_their_stated_constants(kind, shape) -> None:
     problem = make(kind, *shape)
     measured = check_assumptions(problem, points=12)
     assert max(measured.descent, measured.gradient, measured.initial_gap) <= 1 + 1e-9
-    assert measured.noise <= 1.05  # equality for Gaussian noise, up to its sampling
+    assert measured.noise <= 1.05  # equality for Gaussian noise, up to sampling error
     assert measured.bias <= 1
     if kind is Alignment and shape[0] < shape[1]:
-        assert measured.gradient > 0.5, "the constant is no blind guess"
+        assert measured.gradient > 0.5, "the constant is not too loose"
 
 
 @pytest.mark.parametrize("kind", PROBLEMS)
-def test_what_the_smoothness_is_made_of(kind) -> None:
-    """Bounds of the gradient's rows and of its change, at random and at aligned points."""
+def test_row_bounds_and_lipschitz_constant_hold(kind) -> None:
+    """At random points and at points whose rows are all equal."""
     problem = make(kind, 5, 4)
-    many = torch.stack([noise(5, 4, seed=i) for i in range(300)])
-    aligned = noise(300, 1, 4, seed=7).expand(300, 5, 4)  # all rows alike: errors are largest
-    U = torch.cat([many, aligned])
+    random = torch.stack([noise(5, 4, seed=i) for i in range(300)])
+    aligned = noise(300, 1, 4, seed=7).expand(300, 5, 4)  # equal rows: errors are largest
+    U = torch.cat([random, aligned])
     U = U / U.norm(dim=-1, keepdim=True)
     G = problem.euclidean(U)
     assert (G.norm(dim=-1) <= problem.row_bounds + 1e-12).all()
-    assert (G.norm(dim=-1) / problem.row_bounds).max() > 0.1, "the bound is no blind guess"
+    assert (G.norm(dim=-1) / problem.row_bounds).max() > 0.1, "the bound is not too loose"
     near = U + 1e-3 * noise(600, 5, 4, seed=8)
     change = frobenius(problem.euclidean(near) - G) / frobenius(near - U)
     assert change.max() <= problem.lipschitz * (1 + 1e-6) + 1e-12
 
 
 @pytest.mark.parametrize("kind", PROBLEMS)
-def test_gradients_of_the_problems(kind) -> None:
+def test_gradients_match_autograd_and_batches_match_single_points(kind) -> None:
     problem = make(kind, 4, 6)
     U = problem.U_1.clone().requires_grad_()
     (G,) = torch.autograd.grad(problem.loss(U), U)
@@ -174,19 +179,18 @@ def test_gradients_of_the_problems(kind) -> None:
     torch.testing.assert_close(problem.gradient(batch)[0], problem.gradient(problem.U_1))
 
 
-def test_a_wrong_constant_is_found() -> None:
+def test_check_assumptions_detects_a_wrong_constant() -> None:
     problem = Alignment(3, 8, noise=0.4)
     true = problem.constants
     for name, factor in (("smoothness", 0.5), ("initial_gap", 0.9), ("noise", 0.9)):
         problem.constants = true._replace(**{name: factor * getattr(true, name)})
-        sampled = Alignment(3, 8, noise=0.4)
-        problem.sample = sampled.sample  # the noise stays as it was
+        problem.sample = Alignment(3, 8, noise=0.4).sample  # with the original sigma
         assert max(check_assumptions(problem, points=12)) > 1.05, name
 
 
 @pytest.mark.parametrize("kind", PROBLEMS)
 @pytest.mark.parametrize("shape", [(3, 8), (8, 3), (4, 4)])
-def test_the_mean_gradient_is_under_the_bound(kind, shape) -> None:
+def test_mean_gradient_norm_is_below_the_bound(kind, shape) -> None:
     problem, runs = make(kind, *shape), 8
     means = {}
     for T in (30, 300):
@@ -201,5 +205,5 @@ def test_the_mean_gradient_is_under_the_bound(kind, shape) -> None:
             optimizer.step()
         means[T] = total / T
         assert means[T] <= bound(problem.constants, T)
-    if kind is not Neurons:  # its constants are loose, so the theorem's steps are tiny
-        assert means[300] < 0.85 * means[30], "more steps bring smaller gradients"
+    if kind is not Neurons:  # its constants are loose, so the theorem's learning rate is tiny
+        assert means[300] < 0.85 * means[30], "longer runs have smaller gradients"

@@ -1,4 +1,4 @@
-"""The oblique manifold: what the retraction, the exponential map and the transport must satisfy."""
+"""The oblique manifold: properties of the retraction, the exponential map and the transport."""
 
 import math
 
@@ -18,9 +18,9 @@ def unit(m: int, n: int, seed: int) -> Tensor:
 
 
 def angle(U: Tensor, V: Tensor) -> Tensor:
-    """Between rows, from 0 to pi."""
-    chord, other = (V - U).norm(dim=-1), (V + U).norm(dim=-1)
-    return 2 * torch.atan2(chord, other)
+    """Return the angles between rows, from 0 to pi."""
+    chord, opposite_chord = (V - U).norm(dim=-1), (V + U).norm(dim=-1)
+    return 2 * torch.atan2(chord, opposite_chord)
 
 
 @settings(max_examples=60, deadline=None)
@@ -31,8 +31,8 @@ def angle(U: Tensor, V: Tensor) -> Tensor:
     size=st.floats(-4, 3),
     stretch=st.floats(-5, 5),
 )
-def test_the_angle_formula_at_every_size_of_step(m, n, seed, size, stretch) -> None:
-    """tan theta = |xi_perp| / (1 + <xi, U>), also where the row turns by more than 90 degrees."""
+def test_angle_formula_for_steps_of_any_size(m, n, seed, size, stretch) -> None:
+    """tan theta = |xi_perp| / (1 + <xi, U>), also for rotations by more than 90 degrees."""
     U = unit(m, n, seed)
     tangent = 10**size * project(noise(m, n, seed=seed + 1), U)
     theta = torch.atan2(tangent.norm(dim=-1), torch.full((m,), 1 + stretch).double())
@@ -40,7 +40,7 @@ def test_the_angle_formula_at_every_size_of_step(m, n, seed, size, stretch) -> N
 
 
 @pytest.mark.parametrize("move", [retract, exponential])
-def test_a_move_stays_on_the_manifold_and_starts_along_its_direction(move) -> None:
+def test_a_move_stays_on_the_manifold_and_is_first_order_accurate(move) -> None:
     U = unit(5, 8, 0)
     V = project(noise(5, 8, seed=1), U)
     for size in (0.0, 1e-9, 1e-3, 1.0, 30.0):
@@ -51,7 +51,7 @@ def test_a_move_stays_on_the_manifold_and_starts_along_its_direction(move) -> No
     torch.testing.assert_close(first_order, V, rtol=1e-5, atol=1e-5)
 
 
-def test_retraction_and_exponential_part_in_third_order() -> None:
+def test_retraction_and_exponential_differ_in_third_order() -> None:
     """arctan x = x - x^3 / 3 + ...: the retraction lags behind the great circle by x^3 / 3."""
     U = unit(1, 6, 0)
     V = project(noise(1, 6, seed=1), U)
@@ -68,15 +68,15 @@ def test_transport_is_an_isometry_of_tangent_spaces(m, n, seed, size) -> None:
     U = unit(m, n, seed)
     V = retract(U, 10**size * project(noise(m, n, seed=seed + 1), U))
     A, B = (project(noise(m, n, seed=seed + i), U) for i in (2, 3))
-    A_there, B_there = transport(A, U, V), transport(B, U, V)
-    assert radial(A_there, V).abs().max() < 1e-12 * (1 + A.norm())
-    torch.testing.assert_close(radial(A_there, B_there), radial(A, B))
-    torch.testing.assert_close(transport(A_there, V, U), A)  # and back
+    A_V, B_V = transport(A, U, V), transport(B, U, V)
+    assert radial(A_V, V).abs().max() < 1e-12 * (1 + A.norm())
+    torch.testing.assert_close(radial(A_V, B_V), radial(A, B))
+    torch.testing.assert_close(transport(A_V, V, U), A)  # and back
 
 
 def test_transport_along_a_great_circle_carries_its_velocity() -> None:
     U = unit(4, 6, 0)
     V = project(noise(4, 6, seed=1), U)
-    there = exponential(U, 0.7 * V)
-    ahead = (exponential(U, (0.7 + 1e-6) * V) - exponential(U, (0.7 - 1e-6) * V)) / 2e-6
-    torch.testing.assert_close(transport(V, U, there), ahead, rtol=1e-6, atol=1e-6)
+    end = exponential(U, 0.7 * V)
+    velocity = (exponential(U, (0.7 + 1e-6) * V) - exponential(U, (0.7 - 1e-6) * V)) / 2e-6
+    torch.testing.assert_close(transport(V, U, end), velocity, rtol=1e-6, atol=1e-6)

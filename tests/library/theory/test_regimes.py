@@ -1,7 +1,7 @@
-"""Table 1 of the paper: what becomes of the angle of a step, against closed forms.
+"""Table 1 of the paper: the angle of a step over time, compared with closed forms.
 
-Gradients are white noise and momentum is off, so that every step is independent of the last and a
-row takes a random walk: with steps of length a, its squared norm grows by a^2 per step.
+Gradients are white noise and momentum is off, so steps are independent and each row is a random
+walk: with steps of length a, its squared norm grows by a^2 per step.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ STEPS = 1200
 
 
 def measure(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> torch.Tensor:
-    """Mean angle of the rows, for every step."""
+    """Return the mean angle of the rows in every step."""
     model = nn.Linear(SHAPE[1], SHAPE[0], bias=False, dtype=torch.float64)
     with torch.no_grad():
         model.weight.copy_(noise(*SHAPE, seed=10**6))
@@ -34,9 +34,11 @@ def measure(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> torc
     return torch.tensor(angles)
 
 
-def test_weight_decay_gives_a_plateau() -> None:
-    """Decay takes 2 lr wd |W|^2, steps add a^2: |W| settles at a / sqrt(2 lr wd), and the angle at
-    sqrt(2 lr wd), whatever a is."""
+def test_the_angle_plateaus_with_weight_decay() -> None:
+    """Decay subtracts 2 lr wd |W|^2 and steps add a^2.
+
+    |W| converges to a / sqrt(2 lr wd), and the angle to sqrt(2 lr wd) for every a.
+    """
     lr, decay = 0.05, 0.1
     angles = measure(
         lambda p: Muon(p, lr=lr, weight_decay=decay, momentum=0.0, orthogonalize="svd")
@@ -46,8 +48,8 @@ def test_weight_decay_gives_a_plateau() -> None:
     assert late == pytest.approx((2 * lr * decay) ** 0.5, rel=0.05)
 
 
-def test_the_stored_norm_anneals_with_the_square_root_of_time() -> None:
-    """rho_t^2 = rho_0^2 + t a^2, so the angle is a / rho_t, which goes as t^(-1/2)."""
+def test_the_stored_norm_anneals_the_angle_with_the_square_root_of_time() -> None:
+    """rho_t^2 = rho_0^2 + t a^2, so the angle a / rho_t decreases as t^(-1/2)."""
     lr = 0.05
     angles = measure(
         lambda p: Muown(p, lr=lr, momentum=0.0, orthogonalize="svd", scale="none", radius="fixed")
@@ -58,11 +60,11 @@ def test_the_stored_norm_anneals_with_the_square_root_of_time() -> None:
         assert angles[window].mean().item() == pytest.approx(
             predicted[window].mean().item(), rel=0.03
         )
-    assert predicted[-1] < predicted[0] / 1.9, "long enough to see it"
+    assert predicted[-1] < predicted[0] / 1.9, "the run is long enough to show it"
 
 
 @pytest.mark.parametrize("degree", [0.0, 0.5, 1.0])
-def test_the_explicit_angle_is_kappa(degree) -> None:
+def test_the_angle_is_lr_times_kappa(degree) -> None:
     lr = 0.02
     angles = measure(
         lambda p: AngularMuown(

@@ -1,4 +1,4 @@
-"""AngularMuown in Megatron-LM: the optimizer, its registration, its checkpoints."""
+"""AngularMuown for Megatron-LM: the optimizer, its registration, its checkpoints."""
 
 from angular_muown.integrations.megatron.optimizer import (
     MegatronAngularMuown,

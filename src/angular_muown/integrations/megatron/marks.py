@@ -1,28 +1,29 @@
-"""What a Megatron weight is: Megatron's marks, its name, and the module that owns it."""
+"""Classify Megatron's weights by their attributes, their names and the modules that own them."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-# Components of a path. Megatron marks its word embedding and output layer, but neither position nor
-# token type embeddings, which stand beside the former under `embedding`.
+# Path components. Megatron marks its word embedding and output layer, but not the position and
+# token type embeddings, which are next to the former under `embedding`.
 TABLES = frozenset(("embedding", "position_embeddings", "tokentype_embeddings"))
-ROUTERS = frozenset(("router", "gate_weight"))  # gate_weight: that of shared experts
+ROUTERS = frozenset(("router", "gate_weight"))  # gate_weight belongs to shared experts
 
 
 def is_matrix(p: Tensor, name: str) -> bool:
-    """Whether AngularMuown is meant for it: embeddings, routers and the gate of shared experts
-    only look like hidden matrices."""
+    """True if p is a hidden matrix, not an embedding, a router or the gate of shared experts."""
     marks = ("is_embedding_or_output_parameter", "is_table")
     marked = any(getattr(p, mark, False) for mark in marks)
     return p.ndim == 2 and not marked and (TABLES | ROUTERS).isdisjoint(name.split("."))
 
 
 def mark(model_chunks: Iterable[nn.Module]) -> None:
-    """What a weight is, as attributes that Megatron copies to its float32 copies: Megatron's own
-    marks for its Muon, which later versions set themselves. `is_table` is ours: Megatron's own
-    mark of embeddings would change which learning rate they have."""
+    """Set attributes that classify weights. Megatron copies them to its float32 copies.
+
+    `expert_tp` and `is_qkv` are Megatron's, for its Muon; later versions set them. `is_table` is
+    ours, because Megatron's attribute for embeddings would also change their learning rate.
+    """
     from megatron.core.tensor_parallel import VocabParallelEmbedding
 
     for chunk in model_chunks:
@@ -39,12 +40,12 @@ def mark(model_chunks: Iterable[nn.Module]) -> None:
 
 @contextmanager
 def frozen(params: Iterable[Tensor]) -> Iterator[None]:
-    """Megatron's factories leave out what takes no gradient."""
-    held = [p for p in params if p.requires_grad]
-    for p in held:
+    """Disable gradients, so that Megatron's factories skip these parameters."""
+    frozen_params = [p for p in params if p.requires_grad]
+    for p in frozen_params:
         p.requires_grad = False
     try:
         yield
     finally:
-        for p in held:
+        for p in frozen_params:
             p.requires_grad = True

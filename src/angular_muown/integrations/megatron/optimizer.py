@@ -1,16 +1,16 @@
-"""Megatron-LM: AngularMuown for megatron-core's tensor-parallel weights.
+"""AngularMuown for megatron-core's tensor-parallel weights.
 
-    # megatron-core >= 0.19, which has a registry
+    # megatron-core >= 0.19, which has an optimizer registry
     register(aux_lr=2e-3, warmup_steps=200)
     values = {"lr": 0.02, "weight_decay": 0.0, "adam_beta2": 0.95}  # Megatron has other defaults
     config = OptimizerConfig(optimizer="angular_muown", **values)
     optimizer = get_megatron_optimizer(config, [model])
 
-    # before it
+    # megatron-core < 0.19
     optimizer = get_angular_muown_optimizer(OptimizerConfig(**values), [model], aux_lr=2e-3)
 
-Hidden matrices go to AngularMuown; embeddings, output, norms, biases and routers to Megatron's own
-Adam. Importing this module does not import Megatron; calling these two functions does.
+AngularMuown steps the hidden matrices. Megatron's Adam steps embeddings, output layer, norms,
+biases and routers. Importing this module does not import Megatron; calling these functions does.
 """
 
 from functools import partial
@@ -21,31 +21,30 @@ from torch import Tensor
 
 from angular_muown.integrations.megatron.checkpoint import save_row_vectors
 from angular_muown.integrations.megatron.marks import frozen, is_matrix, mark
-from angular_muown.integrations.megatron.views import Group, Shown, parts_of
+from angular_muown.integrations.megatron.views import MatrixViews, TensorParallel, block_sizes
 from angular_muown.optimizers import AngularMuown
-from angular_muown.params.options import Group as ParamGroup
+from angular_muown.params.options import Group
 from angular_muown.params.state import init_state
 
 NAME = "angular_muown"
-NO_AVERAGE = (
-    "Megatron's models have copies of the weights that are stepped here, and averaged() would not "
-    "reach those; leave it at"
-)
 
 
 class MegatronAngularMuown(AngularMuown):
-    """AngularMuown on a rank's part of Megatron's weights, with whole matrices for the time of a
-    step: q, k and v of all query groups apart, gate and up apart, columns and rows of all ranks.
+    """AngularMuown for a rank's part of Megatron's weights.
+
+    A step sees whole matrices: those of all tensor-parallel ranks, with separate q, k and v (over
+    all query groups) and separate gate and up projections.
 
     Args:
-        qkv_split_shapes: rows of q, k and v (q, gate, k, v) in one query group.
-        pg_collection: Megatron's process groups; `tp` and `expt_tp` are used. None: one rank.
-        settings: AngularMuown's.
+        qkv_split_shapes: row counts of q, k and v (or q, gate, k and v) in one query group.
+        pg_collection: Megatron's process groups; only `tp` and `expt_tp` are used. None means no
+            tensor parallelism.
+        settings: arguments of AngularMuown.
     """
 
     qkv_split_shapes: list[int] | None = None
     pg_collection: Any = None
-    # ranks of a pipeline have other parameters: who shares is Megatron's to say, by DTensors
+    # Pipeline ranks hold different parameters; only DTensors specify which ranks share a weight.
     process_group: Any = False
 
     def __init__(
@@ -62,100 +61,115 @@ class MegatronAngularMuown(AngularMuown):
         super().__init__(params, lr, **settings)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies, to which torch gives groups and state only."""
+        """Include qkv_split_shapes in copies; torch copies only groups and state."""
         if self.pg_collection is not None:
             raise TypeError(
-                "an optimizer with process groups cannot be copied: make a new one and load this "
-                "one's state_dict"
+                "an optimizer with process groups cannot be copied: create a new one and load the "
+                "state_dict of this one"
             )
         return {**super().__getstate__(), "qkv_split_shapes": self.qkv_split_shapes}
 
     def _check_parameters(self, index: int) -> None:
-        """A rank of a pipeline may hold no parameter of a group that others have."""
-        if self.param_groups[index]["average"] is not None:
-            raise ValueError(f"average={self.param_groups[index]['average']!r}: {NO_AVERAGE} None")
-        if self.param_groups[index]["params"]:
+        """Check a group, which may be empty on some pipeline ranks."""
+        group = self.param_groups[index]
+        if group["average"] is not None:
+            raise ValueError(
+                f"average={group['average']!r}: averaged() would not reach the model, which has "
+                "copies of these weights; set average=None"
+            )
+        if group["params"]:
             super()._check_parameters(index)
 
     def _advance(self) -> None:
         if self.observers:
-            raise RuntimeError("AngleMonitor cannot name the matrices of Megatron's weights yet")
-        own = [group["params"] for group in self.param_groups]
-        shown = [[self._show(p, group) for p in group["params"]] for group in self.param_groups]
+            raise RuntimeError(
+                "AngleMonitor does not support Megatron's weights: detach it with close()"
+            )
+        original = [group["params"] for group in self.param_groups]
+        replaced = [[self._views(p, group) for p in group["params"]] for group in self.param_groups]
+        all_views = [views for in_group in replaced for views in in_group]
         try:
-            for group, views in zip(self.param_groups, shown, strict=True):
-                group["params"] = [matrix for view in views for matrix in view.matrices]
-                self.state.update({m: s for v in views for m, s in v.states.items()})
+            for group, in_group in zip(self.param_groups, replaced, strict=True):
+                group["params"] = [matrix for views in in_group for matrix in views.matrices]
+                self.state.update({m: s for views in in_group for m, s in views.states.items()})
             super()._advance()
         finally:
-            for group, params in zip(self.param_groups, own, strict=True):
+            for group, params in zip(self.param_groups, original, strict=True):
                 group["params"] = params
-            for view in (view for views in shown for view in views if view.apart):
-                for matrix in view.matrices:
-                    self.state.pop(matrix, None)
-        for view in (view for views in shown for view in views):
-            view.put_back()
+            for matrix in (matrix for views in all_views for matrix in views.states):
+                self.state.pop(matrix, None)
+        for views in all_views:
+            views.copy_back()
 
-    def _show(self, p: Tensor, group: ParamGroup) -> Shown:
+    def _views(self, p: Tensor, group: Group) -> MatrixViews:
         if p.ndim != 2:
             raise ValueError(
-                f"a parameter of shape {tuple(p.shape)} is no matrix: Megatron's distributed "
-                "optimizer hands out flat parts; use use_distributed_optimizer=False, with "
-                "LayerWiseDistributedOptimizer if state has to be spread over ranks"
+                f"a parameter of shape {tuple(p.shape)} is not a matrix, because Megatron's "
+                "distributed optimizer flattens parameters: set use_distributed_optimizer=False; "
+                "to shard the state across ranks, use LayerWiseDistributedOptimizer"
             )
-        sizes = parts_of(p, self.qkv_split_shapes)
-        ranks = Group.of(p, self.pg_collection)
+        sizes = block_sizes(p, self.qkv_split_shapes)
+        ranks = TensorParallel.of(p, self.pg_collection)
         if sizes is None and ranks is None:
-            return Shown(p, {})  # as it is
+            return MatrixViews(p)
         recipe = self.recipe(group)
         init_state(p, self.state[p], group, recipe)
         init = partial(init_state, group=group, recipe=recipe)
-        return Shown.apart_from(p, self.state[p], sizes, ranks, init)
+        return MatrixViews.of(p, self.state[p], sizes, ranks, init)
 
 
-def init_all(optimizer: MegatronAngularMuown, config: Any = None) -> None:
-    """Fresh state before a checkpoint is loaded into it."""
+def init_states(optimizer: MegatronAngularMuown, config: Any = None) -> None:
+    """Create the state of all parameters, for a checkpoint to be loaded into."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             init_state(p, optimizer.state[p], group, optimizer.recipe(group))
 
 
 def register(name: str = NAME, *, aux_lr: float | None = None, **settings: Any) -> None:
-    """An entry in the registry that megatron-core has from 0.19 on: `optimizer=name` in its config
-    then means AngularMuown with these settings. `aux_lr` is Adam's learning rate; None: the same.
+    """Register AngularMuown in megatron-core 0.19 or later, as `optimizer=name` in its config.
 
-    Megatron asks for the package emerging-optimizers before it looks at the registry.
+    Args:
+        name: the name to register.
+        aux_lr: learning rate of Adam, for all parameters but the hidden matrices; None is the
+            config's lr.
+        settings: arguments of AngularMuown.
+
+    Megatron requires the package emerging-optimizers to use its registry.
     """
     try:
         registry = import_module("megatron.core.optimizer.emerging_optimizers")
     except ModuleNotFoundError:
         raise ImportError(
-            "this megatron-core has no registry of optimizers, which came with 0.19: use "
-            "get_angular_muown_optimizer in the place of get_megatron_optimizer"
+            "this megatron-core has no optimizer registry, which was added in 0.19: use "
+            "get_angular_muown_optimizer instead of get_megatron_optimizer"
         ) from None
     registry._EMERGING_OPTIMIZERS[name] = registry.EmergingOptimizerEntry(
         optimizer_cls=MegatronAngularMuown,
-        init_state_fn=init_all,
-        config_to_kwargs=partial(arguments_from, settings),
-        default_param_overrides=for_the_rest(aux_lr, optimizer="adam"),
+        init_state_fn=init_states,
+        config_to_kwargs=partial(arguments_from_config, settings),
+        default_param_overrides=adam_overrides(aux_lr, optimizer="adam"),
     )
     save_row_vectors()
 
 
-def for_the_rest(aux_lr: float | None, **values: Any) -> dict[Any, dict[str, Any]]:
-    """Megatron's overrides for what is no hidden matrix. Its scheduler moves a group's lr from
-    max_lr on; without a scheduler the group's lr counts."""
+def adam_overrides(aux_lr: float | None, **values: Any) -> dict[Any, dict[str, Any]]:
+    """Return Megatron's config overrides for all parameters but the hidden matrices.
+
+    Megatron's scheduler reads a group's max_lr. Without a scheduler, the group's lr applies.
+    """
     from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 
-    rest = ParamWithNamePredicate(name="no_matrix", fn=lambda p, name: not is_matrix(p, name))
-    rate = {} if aux_lr is None else {"lr": aux_lr, "max_lr": aux_lr}
-    return {ParamKey(with_name_predicate=rest): {**rate, **values}}
+    rest = ParamWithNamePredicate(
+        name="not_hidden_matrix", fn=lambda p, name: not is_matrix(p, name)
+    )
+    lr = {} if aux_lr is None else {"lr": aux_lr, "max_lr": aux_lr}
+    return {ParamKey(with_name_predicate=rest): {**lr, **values}}
 
 
-def arguments_from(
+def arguments_from_config(
     settings: dict[str, Any], config: Any, model_chunks: list[Any], pg_collection: Any
 ) -> dict[str, Any]:
-    """MegatronAngularMuown's, from Megatron's configs; settings win."""
+    """Return MegatronAngularMuown's arguments: Megatron's configs, overridden by `settings`."""
     model = model_chunks[0].config
     query = model.num_attention_heads // model.num_query_groups * model.kv_channels
     gate = [query] if getattr(model, "attention_output_gate", False) else []
@@ -180,13 +194,14 @@ def get_angular_muown_optimizer(
     pg_collection: Any = None,
     **settings: Any,
 ) -> Any:
-    """Megatron's `get_megatron_optimizer` for a megatron-core without the registry (0.16 on).
+    """Replace `get_megatron_optimizer` in a megatron-core (0.16 or later) without a registry.
 
     Args:
-        config: an OptimizerConfig; its lr, weight_decay, betas and eps are AngularMuown's too.
-        aux_lr: Adam's learning rate, for what is no hidden matrix; None: the same.
-        settings: AngularMuown's, such as warmup_steps.
-        others: as Megatron's function has them.
+        config: an OptimizerConfig; AngularMuown also uses its lr, weight_decay, betas and eps.
+        aux_lr: learning rate of Adam, for all parameters but the hidden matrices; None is
+            config.lr.
+        settings: arguments of AngularMuown, such as warmup_steps.
+        others: as in `get_megatron_optimizer`.
     """
     from megatron.core import optimizer as mcore
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -197,22 +212,26 @@ def get_angular_muown_optimizer(
             "AngularMuown needs whole matrices in bf16 or float32; set both to False"
         )
     if config.optimizer != "adam":
-        raise ValueError(f"optimizer={config.optimizer!r}: it is for the rest; set it to 'adam'")
+        raise ValueError(
+            f"optimizer={config.optimizer!r} must be 'adam', for all but the hidden matrices"
+        )
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     mark(model_chunks)
     named = [item for chunk in model_chunks for item in chunk.named_parameters()]
     matrices = {p for name, p in named if is_matrix(p, name)}
-    make = partial(MegatronAngularMuown, **arguments_from(settings, config, model_chunks, groups))
+    make = partial(
+        MegatronAngularMuown, **arguments_from_config(settings, config, model_chunks, groups)
+    )
     with frozen(p for _, p in named if p not in matrices):
-        found = mcore._get_param_groups(model_chunks, config, config_overrides)
-    experts = [group for group in found if group["is_expert_parallel"]]
-    dense = [group for group in found if not group["is_expert_parallel"]]
+        param_groups = mcore._get_param_groups(model_chunks, config, config_overrides)
+    experts = [group for group in param_groups if group["is_expert_parallel"]]
+    dense = [group for group in param_groups if not group["is_expert_parallel"]]
     wrapped = [_wrap(make(part), config) for part in (dense, experts) if part]
     if experts:
         wrapped[-1].grad_stats_parallel_group = groups.tp_ep_pp
     if config_overrides is None:
         config_overrides = mcore.get_standard_config_overrides(config)
-    overrides: Any = {**config_overrides, **for_the_rest(aux_lr)}
+    overrides: Any = {**config_overrides, **adam_overrides(aux_lr)}
     with frozen(matrices):
         rest = mcore.get_megatron_optimizer(
             config, model_chunks, overrides, use_gloo_process_groups, pg_collection
@@ -225,6 +244,6 @@ def _wrap(optimizer: MegatronAngularMuown, config: Any) -> Any:
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
     if config.bf16:
-        scaler: Any = None  # bf16 needs none
-        return Float16OptimizerWithFloat16Params(optimizer, config, scaler, init_all)
-    return FP32Optimizer(optimizer, config, init_all)
+        scaler: Any = None  # bf16 needs no loss scaling
+        return Float16OptimizerWithFloat16Params(optimizer, config, scaler, init_states)
+    return FP32Optimizer(optimizer, config, init_states)

@@ -1,14 +1,14 @@
-"""A rank's part of a Megatron weight, shown to the engine as whole matrices.
+"""Present a rank's part of a Megatron weight to the engine as whole matrices.
 
-Megatron keeps plain tensors with marks: `partition_dim` 0 (column-parallel: rows are spread) or 1
-(row-parallel: columns are), `partition_stride` 2 for a gated layer whose local rows are gate, then
-up, and `is_qkv` for rows that are q, k, v of one query group after the other. Here such a part is
-a DTensor over the tensor-parallel ranks, so that the engine sees the whole: row lengths and row
-products run over all columns, and the polar factor is that of the whole matrix.
+Megatron's weights are plain tensors with attributes: `partition_dim` 0 (column-parallel: rows are
+sharded) or 1 (row-parallel: columns are sharded), `partition_stride` 2 for a gated layer whose
+local rows are gate, then up, and `is_qkv` for rows that are q, k, v of one query group after
+another. Here each part becomes a DTensor over the tensor-parallel ranks. The engine therefore
+reduces rows over all columns and computes the polar factor of the whole matrix.
 
-q, k and v are matrices of their own over all query groups, as Megatron's Muon has them and as a
-model with three projections would. A list of blocks q, k, v, q, k, v would make one matrix of
-every head instead. Rows that lie apart are no view: they are copied, and copied back.
+q, k and v are one matrix each, over all query groups, as in Megatron's Muon and in a model with
+three projections. The blocks q, k, v, q, k, v would instead be one matrix per head. Interleaved
+rows are not a view of the weight, so they are copied, and copied back after the step.
 """
 
 from collections.abc import Callable
@@ -17,129 +17,127 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from angular_muown.distributed.mesh import local
 from angular_muown.params.loading import SHAPED_LIKE_WEIGHT
+from angular_muown.stages.context import State
 
-State = dict[str, Any]
 
-
-def parts_of(p: Tensor, qkv_split_shapes: list[int] | None) -> list[int] | None:
-    """Sizes of the row blocks that repeat down a rank's part; None: it is one matrix."""
+def block_sizes(p: Tensor, qkv_split_shapes: list[int] | None) -> list[int] | None:
+    """Return the sizes of the row blocks that repeat in a rank's part; None if it is one matrix."""
     rows = p.shape[0]
     if getattr(p, "is_qkv", False):
         sizes = getattr(p, "qkv_split_shapes", None) or qkv_split_shapes
         if not sizes or rows % sum(sizes):
             raise ValueError(
-                f"a fused q, k, v weight with {rows} rows and qkv_split_shapes={sizes!r}: give the "
-                "rows of q, k and v in one query group, which must add up to a divisor"
+                f"a fused q, k, v weight with {rows} rows and qkv_split_shapes={sizes!r}: pass the "
+                "row counts of q, k and v in one query group; their sum must divide the rows"
             )
         return list(sizes)
     stride = getattr(p, "partition_stride", 1)
     if stride == 1:
         return None
     if rows % stride:
-        raise ValueError(f"a weight with {rows} rows and partition_stride={stride}: it must divide")
+        raise ValueError(
+            f"a weight with {rows} rows and partition_stride={stride}: it must divide the rows"
+        )
     return [rows // stride] * stride
 
 
 @dataclass(frozen=True)
-class Group:
-    """The ranks that hold the other parts of a weight, and the dimension that is cut."""
+class TensorParallel:
+    """The ranks across which a weight is sharded, and the sharded dimension."""
 
-    ranks: Any
+    ranks: dist.ProcessGroup
     dim: int
 
     @staticmethod
-    def of(p: Tensor, pg_collection: Any) -> "Group | None":
+    def of(p: Tensor, pg_collection: Any) -> "TensorParallel | None":
         dim = getattr(p, "partition_dim", -1)
         if pg_collection is None or dim not in (0, 1):
             return None
         expert = getattr(p, "expert_tp", False)
         ranks = pg_collection.expt_tp if expert else pg_collection.tp
-        return Group(ranks, dim) if ranks is not None and ranks.size() > 1 else None
+        return TensorParallel(ranks, dim) if ranks is not None and ranks.size() > 1 else None
 
-    def spread(self, part: Tensor, dim: int) -> Tensor:
-        """The whole tensor of which every rank has a part."""
+    def whole(self, part: Tensor) -> Tensor:
+        """Return the whole tensor, as a DTensor, from this rank's part."""
         from torch.distributed.tensor import DTensor, Shard
 
         mesh = _mesh(self.ranks, part.device.type)
-        return DTensor.from_local(part, mesh, [Shard(dim)], run_check=False)
+        return DTensor.from_local(part, mesh, [Shard(self.dim)], run_check=False)
 
 
 @lru_cache(maxsize=8)
-def _mesh(ranks: Any, device: str) -> Any:
+def _mesh(ranks: dist.ProcessGroup, device: str) -> Any:
     from torch.distributed.device_mesh import DeviceMesh
 
     return DeviceMesh.from_group(ranks, device)
 
 
 @dataclass
-class Shown:
-    """A parameter, and matrix -> state of what the engine steps in its place."""
+class MatrixViews:
+    """A parameter, and the matrices with their states that the engine steps in its place."""
 
     parameter: Tensor
-    states: dict[Tensor, State]
-    own: State = field(default_factory=dict)
-    rows: list[Tensor | None] = field(default_factory=list)
-    ranks: Group | None = None
-
-    @property
-    def apart(self) -> bool:
-        return bool(self.states)
+    states: dict[Tensor, State] = field(default_factory=dict)  # empty: the parameter itself
+    parameter_state: State = field(default_factory=dict)
+    rows: list[Tensor | None] = field(default_factory=list)  # of each matrix; None: all
 
     @property
     def matrices(self) -> list[Tensor]:
-        return list(self.states) if self.apart else [self.parameter]
+        return list(self.states) or [self.parameter]
 
     @staticmethod
-    def apart_from(
+    def of(
         p: Tensor,
-        own: State,
+        parameter_state: State,
         sizes: list[int] | None,
-        ranks: Group | None,
+        ranks: TensorParallel | None,
         init: Callable[[Tensor, State], None],
-    ) -> "Shown":
-        """`own` is the parameter's state; `init` adds to a state what the engine misses in it."""
-        rows: list[Tensor | None] = [None] if sizes is None else [*_interleaved(p, sizes)]
+    ) -> "MatrixViews":
+        """Split a parameter and its state. `init` adds missing entries to a matrix's state."""
+        all_rows: list[Tensor | None] = [None] if sizes is None else [*_interleaved(p, sizes)]
         states = {}
-        for chosen in rows:
-            matrix = _take(p, chosen, ranks)
-            matrix.grad = None if p.grad is None else _take(p.grad, chosen, ranks)
-            state: State = {"step": own["step"].clone()}
+        for rows in all_rows:
+            matrix = _take(p, rows, ranks)
+            matrix.grad = None if p.grad is None else _take(p.grad, rows, ranks)
+            state: State = {"step": parameter_state["step"].clone()}
             for name in SHAPED_LIKE_WEIGHT:
-                if name in own:
-                    state[name] = _take(own[name], chosen, ranks)
+                if name in parameter_state:
+                    state[name] = _take(parameter_state[name], rows, ranks)
             init(matrix, state)
-            for name in _vectors(own):
-                local(state[name]).copy_(_take(own[name], chosen, None))
+            for name in _vectors(parameter_state):
+                local(state[name]).copy_(_take(parameter_state[name], rows, None))
             states[matrix] = state
-        return Shown(p, states, own, rows, ranks)
+        return MatrixViews(p, states, parameter_state, all_rows)
 
-    def put_back(self) -> None:
-        """What the engine wrote: matrices that are views of the parameter hold it already."""
+    def copy_back(self) -> None:
+        """Write what the engine changed in copies back to the parameter and its state."""
+        target = self.parameter_state
         for (matrix, state), rows in zip(self.states.items(), self.rows, strict=True):
-            self.own["step"].copy_(state["step"])
+            target["step"].copy_(state["step"])
             if rows is not None:
                 with torch.no_grad():
                     self.parameter[rows] = local(matrix)
                     for name in SHAPED_LIKE_WEIGHT:
-                        if name in self.own:
-                            self.own[name][rows] = local(state[name])
-            for name in _vectors(self.own):
-                self.own[name][slice(None) if rows is None else rows] = local(state[name])
+                        if name in target:
+                            target[name][rows] = local(state[name])
+            for name in _vectors(target):
+                target[name][slice(None) if rows is None else rows] = local(state[name])
 
 
 def _interleaved(p: Tensor, sizes: list[int]) -> list[Tensor]:
-    """The rows of each part, over all periods."""
-    numbers = torch.arange(p.shape[0], device=p.device).view(-1, sum(sizes))
-    return [part.flatten() for part in numbers.split(sizes, dim=1)]
+    """Return the row indices of each block, over all periods."""
+    indices = torch.arange(p.shape[0], device=p.device).view(-1, sum(sizes))
+    return [part.flatten() for part in indices.split(sizes, dim=1)]
 
 
-def _take(t: Tensor, rows: Tensor | None, ranks: Group | None) -> Tensor:
+def _take(t: Tensor, rows: Tensor | None, ranks: TensorParallel | None) -> Tensor:
     part = t.detach() if rows is None else t.detach()[rows]
-    return part if ranks is None else ranks.spread(part, ranks.dim)
+    return part if ranks is None else ranks.whole(part)
 
 
 def _vectors(state: State) -> list[str]:

@@ -4,7 +4,7 @@ from tests.reference import Adam, polar
 
 
 class Hyperball:
-    """arXiv 2606.16899: norms of the weight and of the update are fixed; base optimizer Muon."""
+    """arXiv 2606.16899, based on Muon: the norms of the weight and of the update are fixed."""
 
     def __init__(self, W: np.ndarray, lr: float):
         self.W, self.M, self.lr, self.R = W.copy(), np.zeros_like(W), lr, np.linalg.norm(W)
@@ -18,8 +18,10 @@ class Hyperball:
 
 
 class MagnitudeDirection:
-    """arXiv 2606.25971: direction and free gain variables x (rows), y (columns) are stored; the
-    sphere has the radius of the start, and Muon's update is scaled with it."""
+    """arXiv 2606.25971: stores a direction, and gain variables x for rows and y for columns.
+
+    The sphere has the radius of the initial weight, and Muon's update is scaled by it.
+    """
 
     def __init__(self, W: np.ndarray, lr: float, radius_lr: float):
         m, n = W.shape
@@ -31,16 +33,16 @@ class MagnitudeDirection:
     def step(self, G: np.ndarray) -> np.ndarray:
         m, n = G.shape
         a, b = np.log1p(np.exp(self.x)), np.log1p(np.exp(self.y))
-        for_x, for_y, T = np.zeros(m), np.zeros(n), np.zeros((m, n))
+        x_gradient, y_gradient, T = np.zeros(m), np.zeros(n), np.zeros((m, n))
         for i in range(m):
             T[i] = a[i] * G[i] * b
-            for_x[i] = (G[i] * self.V[i] * b).sum() / (1 + np.exp(-self.x[i]))
-            for_y += G[i] * self.V[i] * a[i] / (1 + np.exp(-self.y))
+            x_gradient[i] = (G[i] * self.V[i] * b).sum() / (1 + np.exp(-self.x[i]))
+            y_gradient += G[i] * self.V[i] * a[i] / (1 + np.exp(-self.y))
         self.M = 0.95 * self.M + T
         update = max(m / n, n / m) ** 0.5 * polar(T + 0.95 * self.M)
         V = self.V - self.lr * self.R / max(m, n) ** 0.5 * update
         self.V = self.R * V / np.linalg.norm(V)
-        self.x = self.x - self.radius_lr * self.adam_x.direction(for_x)
-        self.y = self.y - self.radius_lr * self.adam_y.direction(for_y)
+        self.x = self.x - self.radius_lr * self.adam_x.direction(x_gradient)
+        self.y = self.y - self.radius_lr * self.adam_y.direction(y_gradient)
         a, b = np.log1p(np.exp(self.x)), np.log1p(np.exp(self.y))
         return a[:, None] * self.V * b
