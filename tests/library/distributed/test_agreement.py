@@ -224,7 +224,7 @@ def spread_in_the_kernel() -> None:
 def test_a_placement_that_cuts_kernels_is_refused() -> None:
     [outcome, _] = on_ranks(2, spread_in_the_kernel)
     assert isinstance(outcome, RankError)
-    assert "parameter 'w0' is spread over ranks along dimension 2" in str(outcome)
+    assert "parameter 'w0' is sharded along dimension 2" in str(outcome)
     assert "shard dimension 0 or 1" in str(outcome)
 
 

@@ -136,7 +136,7 @@ def test_unnamed_parameters_are_told_by_their_place() -> None:
     ("values", "words"),
     [
         ({"blocks": 5}, "12 does not divide into 5 equal blocks"),
-        ({"blocks": [4, 4]}, "add up to 8, not to 12"),
+        ({"blocks": [4, 4]}, "add up to 8, not 12"),
         ({"blocks": [12, 0]}, "must all be at least 1"),
         ({"column_blocks": 4}, "6 does not divide into 4"),
         ({"blocks": 0}, "blocks=0"),
