@@ -112,7 +112,7 @@ def test_averages_that_nobody_keeps_are_left_out_aloud() -> None:
     model, optimizer = make(WINDOW)
     train(model, optimizer, range(2))
     _, fresh = make(None)
-    with pytest.warns(UserWarning, match=rf"averages of .* average=None here.*{WINDOW}") as caught:
+    with pytest.warns(UserWarning, match=rf"weight averages .* average=None.*{WINDOW}") as caught:
         fresh.load_state_dict(through_a_file(optimizer.state_dict()))
     assert len(caught) == len(fresh.param_groups)
     assert caught[0].filename == __file__, "the warning points at the caller"

@@ -7,7 +7,7 @@ import torch
 
 from angular_muown import engine
 from angular_muown.engine import Engine
-from angular_muown.params.options import alike
+from angular_muown.params.options import equal_groups
 from tests.library.family import MEMBERS, parameter, pull, run
 
 
@@ -73,4 +73,4 @@ def test_a_group_for_each_parameter_makes_one_stack(monkeypatch: pytest.MonkeyPa
 )
 def test_what_makes_groups_alike(a: Any, b: Any, same: bool) -> None:
     groups = [{"params": [1], **a}, {"params": [2], "param_names": ["w"], **b}]
-    assert [indices for _, indices in alike(groups)] == ([[0, 1]] if same else [[0], [1]])
+    assert [indices for _, indices in equal_groups(groups)] == ([[0, 1]] if same else [[0], [1]])

@@ -2,8 +2,9 @@
 
 A layout is declared in the parameter's group, never guessed from its shape:
 `view` ("matrix"; "stack": leading dimensions count matrices; "conv": out x rest), `transposed`
-(stored as in x out), `blocks` (split the rows into k equal blocks or the given sizes: fused q, k, v,
-gated MLPs, heads) and `column_blocks` (split the columns: the heads of an output projection).
+(stored as in x out), `blocks` (split the rows into k equal blocks or the given sizes: fused
+q, k, v, gated MLPs, heads) and `column_blocks` (the same for columns: heads of an output
+projection).
 """
 
 from collections.abc import Mapping, Sequence
@@ -104,7 +105,7 @@ class Layout:
         return t.unsqueeze(0) if t.ndim == 2 else t.flatten(0, -3)
 
     def axis(self, dimension: int, dimensions: int) -> str:
-        """Return what a dimension of a parameter counts: "count" (matrices), "rows" or "columns"."""
+        """Return what a parameter's dimension counts: "count" (matrices), "rows" or "columns"."""
         matrix_dim = dimension - (dimensions - 2 if self.view == "stack" else 0)
         if self.view == "conv" and matrix_dim > 1:
             raise ValueError(

@@ -78,7 +78,7 @@ def is_experts(module: nn.Module) -> bool:
     return all(isinstance(getattr(module, key, None), bool) for key in EXPERT_LAYOUT)
 
 
-def what_flattened(p: Tensor) -> str | None:
+def flattened_by(p: Tensor) -> str | None:
     """Who made a flat piece of a parameter, where that shows: there are no matrices in it."""
     if getattr(p, "_is_flat_param", False):
         return "FSDP1"

@@ -58,7 +58,7 @@ def test_unknown_names_come_with_the_list_of_valid_ones(key, names) -> None:
     [("momentun", "momentum"), ("warmup_step", "warmup_steps"), ("block", "blocks")],
 )
 def test_misspelled_keys_of_a_group_are_caught(key, near) -> None:
-    with pytest.raises(ValueError, match=f"{key}=1 is no option: did you mean {near}"):
+    with pytest.raises(ValueError, match=f"{key}=1 is not an option: did you mean {near}"):
         AngularMuown([{"params": [parameter(4, 6)], key: 1}])
 
 
@@ -71,7 +71,7 @@ def test_keys_of_frameworks_are_tolerated() -> None:
 def test_arguments_of_the_constructor_are_no_values_of_a_group(key, value) -> None:
     """They would be taken for a framework's, and nothing would follow from them."""
     optimizer = AngularMuown([parameter(4, 4)])
-    words = re.escape(f"{key}={value!r} in a group: it is an argument of the constructor")
+    words = re.escape(f"{key}={value!r} in a group: pass it to the constructor")
     with pytest.raises(ValueError, match=words):
         optimizer.add_param_group({"params": [parameter(4, 6)], key: value})
     assert len(optimizer.param_groups) == 1, "the refused group is not there"
@@ -101,8 +101,8 @@ def bad_parameters() -> list[tuple[str, nn.Parameter, str]]:
     flat._is_flat_param = True  # type: ignore[attr-defined]  # how FSDP1 marks them
     sparse = nn.Parameter(torch.eye(3).to_sparse())
     return [
-        ("vector", parameter(5), "no matrix"),
-        ("scalar", nn.Parameter(torch.tensor(1.0)), "no matrix"),
+        ("vector", parameter(5), "not a matrix"),
+        ("scalar", nn.Parameter(torch.tensor(1.0)), "not a matrix"),
         ("complex", nn.Parameter(torch.ones(3, 3, dtype=torch.complex64)), "not real"),
         ("integer", nn.Parameter(torch.ones(3, 3, dtype=torch.int32), requires_grad=False), "real"),
         ("sparse", sparse, "not dense"),
