@@ -21,7 +21,7 @@ from torch import nn
 from angular_muown.engine import Engine
 from tests.library.family import FAMILY, MEMBERS, parameter, run
 from tests.library.params.test_loading import assert_equal, snapshot
-from tests.library.params.test_state import through_a_file
+from tests.library.params.test_state import save_and_load
 
 NAN, INF = math.nan, math.inf
 
@@ -116,7 +116,7 @@ def assert_works(optimizer: Engine, params: list[nn.Parameter]) -> None:
     run(optimizer, params, 2)
     assert all(p.isfinite().all() for p in params)
     keys = [sorted(group) for group in optimizer.param_groups]
-    optimizer.load_state_dict(through_a_file(optimizer.state_dict()))
+    optimizer.load_state_dict(save_and_load(optimizer.state_dict()))
     assert [sorted(group) for group in optimizer.param_groups] == keys
     run(optimizer, params, 1, start=2)
     assert all(p.isfinite().all() for p in params)

@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
 from angular_muown.engine import Engine
 from tests.library.family import FAMILY, parameter
 from tests.library.params.test_loading import assert_equal
-from tests.library.params.test_state import through_a_file
+from tests.library.params.test_state import save_and_load
 from tests.library.torch_inputs import invalid, valid
 
 OVER_FAMILY = pytest.mark.parametrize("optimizer", FAMILY)
@@ -220,7 +220,7 @@ def test_names_do_not_matter_to_loading(optimizer, saved_has_names, own_has_name
     (a, opt_a), (b, opt_b) = made(saved_has_names), made(own_has_names)
     a.grad = torch.ones_like(a)
     opt_a.step()
-    opt_b.load_state_dict(through_a_file(opt_a.state_dict()))
+    opt_b.load_state_dict(save_and_load(opt_a.state_dict()))
     assert_equal(opt_b.state[b], opt_a.state[a])
     assert ("param_names" in opt_b.param_groups[0]) == (saved_has_names or own_has_names)
     b.grad = torch.ones_like(b)
@@ -233,7 +233,7 @@ def test_files_are_read_with_weights_only(optimizer) -> None:
         a = Problem(optimizer, arguments)
         a.run(3)
         b = Problem(optimizer, arguments)
-        b.optimizer.load_state_dict(through_a_file(a.optimizer.state_dict()))
+        b.optimizer.load_state_dict(save_and_load(a.optimizer.state_dict()))
         assert_equal(b.optimizer.state_dict(), a.optimizer.state_dict())
 
 

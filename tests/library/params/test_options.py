@@ -12,7 +12,7 @@ from torch import nn
 from angular_muown import AngularMuown, Muon, plan
 from angular_muown.engine import Engine
 from tests.library.family import FAMILY, noise, parameter, run
-from tests.library.params.test_state import through_a_file
+from tests.library.params.test_state import save_and_load
 
 NAN, INF = math.nan, math.inf
 
@@ -283,7 +283,7 @@ def test_numpy_scalars_are_numbers(where) -> None:
         given = {} if where == "group" else {k: v for k, v in values.items() if k != "blocks"}
         opt = AngularMuown([{"params": [p], **inside}], **given)
         run(opt, [p], 3)
-        saved = through_a_file(opt.state_dict())["param_groups"][0]
+        saved = save_and_load(opt.state_dict())["param_groups"][0]
         for key in NUMPY:
             numbers = saved[key] if key == "betas" else [saved[key]]
             assert all(type(x) in (int, float, bool) for x in numbers), key
