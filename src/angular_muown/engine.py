@@ -23,10 +23,10 @@ from angular_muown.params.loading import load_checked
 from angular_muown.params.options import (
     ENGINE_DEFAULTS,
     Group,
-    alike,
+    equal_groups,
+    learning_rates,
     normalize_group,
     plain_values,
-    rates,
 )
 from angular_muown.params.stacks import OpenParameter, stacks
 from angular_muown.params.state import ensure_states, has_state, is_state_probe, states_of
@@ -97,7 +97,7 @@ class Engine(torch.optim.Optimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self.process_group = options.check_process_group(defaults.pop("process_group", None))
-        options.check_no_model(params, type(self).__name__)
+        options.check_not_model(params, type(self).__name__)
         super().__init__(params, {**ENGINE_DEFAULTS, **plain_values(defaults)})
 
     def recipe(self, group: Group) -> Recipe:
@@ -114,7 +114,7 @@ class Engine(torch.optim.Optimizer):
         """
         options.check_keys(param_group, self.defaults, type(self).__name__)
         param_group = normalize_group(param_group, self.defaults, type(self))
-        param_group["params"] = options.listed(param_group["params"])
+        param_group["params"] = options.parameter_list(param_group["params"])
         group = {**self.defaults, **param_group}
         options.check_values(group)
         param_group.setdefault("base_lr", float(group["lr"]))
@@ -178,7 +178,7 @@ class Engine(torch.optim.Optimizer):
             cuda_graph.check(groups, self.state)
         if self._session is not None:
             watch(self._session.ranks)
-        sets = alike(groups)
+        sets = equal_groups(groups)
         self._check_settings(sets)
         batches = [self._batch(indices) for _, indices in sets]
         shared = sorted((one for b in batches for one in b.shared), key=lambda one: one.index)
@@ -272,7 +272,7 @@ class Engine(torch.optim.Optimizer):
             from angular_muown.kernels.fused import FusedGroups  # imports Triton
 
             self._fused = FusedGroups.of(self.param_groups)
-        both = rates(batch.group, torch.float32)
+        both = learning_rates(batch.group, torch.float32)
         return self._fused.advance(
             batch.indices[0], batch.params, batch.states, batch.group, recipe, both, self.observers
         )

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from angular_muown.params.options import Group, rates
+from angular_muown.params.options import Group, learning_rates
 from angular_muown.params.stacks import Stack
 from angular_muown.stages.charts import Split, row_signs, surely_none
 from angular_muown.stages.context import Context
@@ -136,7 +136,7 @@ def update(stack: Stack, recipe: Recipe, group: Group) -> Equation:
     It pauses where it needs whole matrices. If they are sharded, each rank computes its part of
     everything else.
     """
-    lr, radius_lr = rates(group, stack.compute)
+    lr, radius_lr = learning_rates(group, stack.compute)
     state = stack.gather_state()
     context = Context(state, stack.reductions, lr, radius_lr, stack.t)
     at = recipe.chart.split(stack.gather_W(), stack.gather_G(), context)

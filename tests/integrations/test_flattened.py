@@ -47,7 +47,9 @@ def work() -> None:
     wrapped = shard(model, use_orig_params=True)
     loss_of(wrapped).backward()
     before = [p.clone() for p in wrapped.parameters()]
-    with pytest.raises(ValueError, match=r"made of 'layers.0.attn.qkv.weight'.*Under FSDP1: use F"):
+    with pytest.raises(
+        ValueError, match=r"created with 'layers.0.attn.qkv.weight'.*Under FSDP1: use F"
+    ):
         optimizer.step()
     assert all(map(torch.equal, before, wrapped.parameters())), "no weight changed"
 

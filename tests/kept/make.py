@@ -1,11 +1,11 @@
-"""Write what later code must not change: optimizers saved in the middle of a run, and its end.
+"""Archive runs that later code must be able to continue.
 
     python -m tests.kept.make [--bits]
 
-One small file per member, made by the code of its day: `torch.save` of a state dict after five
-steps, the weights then, and the weights after ten. tests/library/test_kept_states.py loads each and
-continues. With --bits nothing is written: a digest for each run of fifty steps is printed, to hold
-the bits of two source trees against each other on one machine.
+Writes one small file per optimizer: the state dict and weights after five steps, and the weights
+after ten. tests/library/test_kept_states.py loads each file and continues. With --bits, write
+nothing and print a digest for each run of fifty steps, to compare two source trees bit for bit on
+one machine.
 """
 
 import argparse
@@ -38,7 +38,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "turned": ((5, 8), {"transposed": True, "blocks": [3, 5]}),
     "bias": ((7,), {"algorithm": "adamw"}),
 }
-# What a run is made with beyond the defaults, by name.
+# Options beyond the defaults, by the variant's name: for all optimizers, and for some.
 VARIANTS: dict[str, dict[str, Any]] = {
     "default": {},
     "svd": {"orthogonalize": "svd"},
@@ -49,7 +49,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "decay": {"weight_decay": 0.3, "maximize": True},
     "average": {"average": 0.2},
 }
-OWN: dict[str, dict[str, dict[str, Any]]] = {
+MEMBER_VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "AngularMuown": {
         "tangent": {"orthogonalize": "tangent", "tangent_steps": 2},
         "log radius": {"radius": "log_adam", "radius_lr": 0.005},
@@ -72,7 +72,7 @@ def start(dtype: torch.dtype) -> dict[str, nn.Parameter]:
     params = {}
     for i, (name, (shape, _)) in enumerate(SHAPES.items()):
         params[name] = nn.Parameter((0.3 * noise(shape, 10**6 + i)).to(dtype))
-    params["wide"].data[2] = 0.0  # a row that has yet to leave zero
+    params["wide"].data[2] = 0.0  # a zero row
     return params
 
 
@@ -88,7 +88,7 @@ def advance(optimizer: Any, params: dict[str, nn.Parameter], steps: range) -> No
         optimizer.step()
 
 
-def saved(member: str) -> dict[str, Any]:
+def archive(member: str) -> dict[str, Any]:
     params = start(torch.float64)
     optimizer = optimizer_of(member, params, {"average": 0.2})
     advance(optimizer, params, range(5))
@@ -99,9 +99,9 @@ def saved(member: str) -> dict[str, Any]:
 
 
 def digests() -> dict[str, str]:
-    found = {}
+    result = {}
     for member in MEMBERS:
-        for variant, values in {**VARIANTS, **OWN.get(member, {})}.items():
+        for variant, values in {**VARIANTS, **MEMBER_VARIANTS.get(member, {})}.items():
             for dtype in (torch.float32, torch.float64, torch.bfloat16):
                 params = start(dtype)
                 optimizer = optimizer_of(member, params, values)
@@ -113,8 +113,8 @@ def digests() -> dict[str, str]:
                 digest = hashlib.sha256()
                 for t in tensors:
                     digest.update(t.detach().contiguous().flatten().view(torch.uint8).numpy())
-                found[f"{member}, {variant}, {dtype}"] = digest.hexdigest()[:16]
-    return found
+                result[f"{member}, {variant}, {dtype}"] = digest.hexdigest()[:16]
+    return result
 
 
 def main() -> None:
@@ -126,7 +126,7 @@ def main() -> None:
             print(digest, name)
         return
     for member in MEMBERS:
-        torch.save(saved(member), FOLDER / f"{member}.pt")
+        torch.save(archive(member), FOLDER / f"{member}.pt")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from angular_muown import AngularMuown, average, averaging
 from angular_muown.engine import Engine
 from tests.library.distributed.test_state_on_ranks import WIDTH, assert_same, parallelize, planned
 from tests.library.distributed.test_state_on_ranks import Net as SmallNet
-from tests.library.params.test_state import through_a_file
+from tests.library.params.test_state import save_and_load
 from tests.library.sharded import whole
 from tests.library.test_average import make, train
 from tests.ranks import results
@@ -43,8 +43,8 @@ def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 def by_state_dict(model: nn.Module, optimizer: Engine) -> tuple[nn.Module, Engine]:
     dtype = next(model.parameters()).dtype
     other, fresh = make(WINDOW, dtype)
-    other.load_state_dict(through_a_file(model.state_dict()))
-    fresh.load_state_dict(through_a_file(optimizer.state_dict()))
+    other.load_state_dict(save_and_load(model.state_dict()))
+    fresh.load_state_dict(save_and_load(optimizer.state_dict()))
     return other, fresh
 
 
@@ -92,7 +92,7 @@ def test_averages_missing_from_a_state_dict_start_anew(older: bool) -> None:
     """The first step discards the initial value, whatever the group's step is."""
     model, optimizer = make(None)
     train(model, optimizer, range(6))
-    saved = through_a_file(optimizer.state_dict())
+    saved = save_and_load(optimizer.state_dict())
     if older:
         for group in saved["param_groups"]:
             del group["average"], group["averaged"]
@@ -114,8 +114,8 @@ def test_loading_unwanted_averages_drops_them_with_a_warning() -> None:
     model, optimizer = make(WINDOW)
     train(model, optimizer, range(2))
     _, fresh = make(None)
-    with pytest.warns(UserWarning, match=rf"averages of .* average=None here.*{WINDOW}") as caught:
-        fresh.load_state_dict(through_a_file(optimizer.state_dict()))
+    with pytest.warns(UserWarning, match=rf"weight averages .* average=None.*{WINDOW}") as caught:
+        fresh.load_state_dict(save_and_load(optimizer.state_dict()))
     assert len(caught) == len(fresh.param_groups)
     assert caught[0].filename == __file__, "the warning points at the caller"
     assert all(group["average"] is None for group in fresh.param_groups)
@@ -128,7 +128,7 @@ def test_another_window_continues_from_the_loaded_average() -> None:
     model, optimizer = make(WINDOW)
     train(model, optimizer, range(4))
     _, fresh = make(50)
-    fresh.load_state_dict(through_a_file(optimizer.state_dict()))
+    fresh.load_state_dict(save_and_load(optimizer.state_dict()))
     assert all(group["average"] == 50 for group in fresh.param_groups)
     loaded = [state["average"] for state in fresh.state.values()]
     expected = [state["average"] for state in optimizer.state.values()]
@@ -138,7 +138,7 @@ def test_another_window_continues_from_the_loaded_average() -> None:
 def test_an_average_of_another_shape_is_refused() -> None:
     model, optimizer = make(WINDOW)
     train(model, optimizer, range(1))
-    saved = through_a_file(optimizer.state_dict())
+    saved = save_and_load(optimizer.state_dict())
     saved["state"][0]["average"] = torch.zeros(3, 2)
     _, fresh = make(WINDOW)
     with pytest.raises(ValueError, match=r"average of parameter .* has shape \(3, 2\)"):

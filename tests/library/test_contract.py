@@ -1,4 +1,4 @@
-"""The contract with torch.optim, over the whole family, with AdamW groups in the same object."""
+"""The torch.optim contract, for the whole family, with AdamW groups in the same optimizer."""
 
 import copy
 import pickle
@@ -43,7 +43,7 @@ def assert_same(a: nn.Module, b: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)
-def test_it_learns(optimizer) -> None:
+def test_training_reduces_the_loss(optimizer) -> None:
     model, opt = make(optimizer)
     before = loss_of(model).item()
     train(model, opt, 60)
@@ -51,7 +51,7 @@ def test_it_learns(optimizer) -> None:
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)
-def test_closure(optimizer) -> None:
+def test_a_step_with_a_closure_equals_a_plain_step(optimizer) -> None:
     (a, opt_a), (b, opt_b) = make(optimizer), make(optimizer)
 
     def closure() -> torch.Tensor:
@@ -67,17 +67,17 @@ def test_closure(optimizer) -> None:
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)
-def test_gradients_are_left_alone(optimizer) -> None:
+def test_a_step_does_not_change_gradients(optimizer) -> None:
     model, opt = make(optimizer)
     loss_of(model).backward()
-    kept = [p.grad.clone() for p in model.parameters()]
+    before = [p.grad.clone() for p in model.parameters()]
     opt.step()
-    for p, grad in zip(model.parameters(), kept, strict=True):
+    for p, grad in zip(model.parameters(), before, strict=True):
         assert torch.equal(p.grad, grad)
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)
-def test_missing_gradients_move_nothing_of_their_parameter(optimizer) -> None:
+def test_a_parameter_without_a_gradient_keeps_its_weight_and_state(optimizer) -> None:
     model, opt = make(optimizer)
     train(model, opt, 2)
     frozen = model.layers[0].up.weight
@@ -104,7 +104,7 @@ def test_a_group_without_any_gradient_does_not_count_a_step(optimizer) -> None:
 
 @pytest.mark.parametrize("optimizer", FAMILY)
 @pytest.mark.parametrize("through", ["deepcopy", "pickle"])
-def test_copies_go_on_like_the_original(optimizer, through) -> None:
+def test_copies_continue_like_the_original(optimizer, through) -> None:
     model, opt = make(optimizer)
     train(model, opt, 3)
     pair = (model, opt)
@@ -116,7 +116,7 @@ def test_copies_go_on_like_the_original(optimizer, through) -> None:
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)
-def test_add_param_group(optimizer) -> None:
+def test_groups_can_be_added_during_training(optimizer) -> None:
     a, b = parameter(6, 4), parameter(4, 6, seed=1)
     opt = optimizer([a], lr=0.01)
     run(opt, [a], 3)
@@ -133,7 +133,7 @@ def test_add_param_group(optimizer) -> None:
 @pytest.mark.parametrize(
     "lr", [torch.tensor(0.01), torch.tensor([0.01]), torch.tensor(0.01, dtype=torch.float64)]
 )
-def test_a_tensor_learning_rate_is_the_same_number(optimizer, lr) -> None:
+def test_a_tensor_learning_rate_acts_as_its_number(optimizer, lr) -> None:
     (a, opt_a), (b, opt_b) = make(optimizer), make(optimizer, lr=lr)
     train(a, opt_a, 3)
     train(b, opt_b, 3)
@@ -166,27 +166,28 @@ SCHEDULERS = {
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("optimizer", FAMILY)
-def test_schedulers_drive_lr_and_leave_kappa_alone(optimizer, name) -> None:
+def test_schedulers_change_lr_but_not_kappa(optimizer, name) -> None:
     model, opt = make(optimizer)
     scheduler = SCHEDULERS[name](opt)
-    rates = set()
+    learning_rates = set()
     for t in range(6):
         loss = train(model, opt, 1, start=t)
         scheduler.step(*([loss + 10 * t] if name == "ReduceLROnPlateau" else []))
-        rates.add(round(opt.param_groups[0]["lr"], 9))
-    assert len(rates) > 1
+        learning_rates.add(round(opt.param_groups[0]["lr"], 9))
+    assert len(learning_rates) > 1
     assert all(torch.isfinite(p).all() for p in model.parameters())
     if isinstance(opt, AngularMuown):
         assert opt.kappa(opt.param_groups[0]) == pytest.approx(1 / 1.006)
 
 
-def test_every_scheduler_of_torch_is_covered_or_left_out_for_a_reason() -> None:
-    others = {"LRScheduler": "the base class", "SWALR": "belongs to torch.optim.swa_utils"}
-    assert set(lr_scheduler.__all__) == set(SCHEDULERS) | (set(others) & set(lr_scheduler.__all__))
+def test_every_torch_scheduler_is_covered_or_excluded_for_a_reason() -> None:
+    excluded = {"LRScheduler": "the base class", "SWALR": "belongs to torch.optim.swa_utils"}
+    public = set(lr_scheduler.__all__)
+    assert public == set(SCHEDULERS) | (set(excluded) & public)
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)
-def test_grad_scaler_unscales_and_skips(optimizer) -> None:
+def test_grad_scaler_unscales_gradients_and_skips_infinite_ones(optimizer) -> None:
     (a, opt_a), (b, opt_b) = make(optimizer), make(optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     scaler.scale(loss_of(a)).backward()
@@ -206,7 +207,7 @@ def test_grad_scaler_unscales_and_skips(optimizer) -> None:
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)
-def test_gradient_accumulation_is_the_sum(optimizer) -> None:
+def test_accumulated_gradients_equal_one_large_batch(optimizer) -> None:
     (a, opt_a), (b, opt_b) = make(optimizer), make(optimizer)
     for seed in (0, 1):
         (loss_of(a, seed) / 2).backward()
@@ -218,7 +219,7 @@ def test_gradient_accumulation_is_the_sum(optimizer) -> None:
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)
-def test_frozen_parameters_stay(optimizer) -> None:
+def test_frozen_parameters_do_not_move(optimizer) -> None:
     model = tiny_lm()
     model.layers[0].requires_grad_(False)
     groups = plan(model, blocks={"layers.1.attn.qkv.weight": 3})
@@ -230,26 +231,26 @@ def test_frozen_parameters_stay(optimizer) -> None:
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)
-def test_weights_replaced_from_outside_are_the_next_starting_point(optimizer) -> None:
-    """No length is stored: the row keeps its new length up to one step of Adam."""
+def test_a_step_starts_from_weights_changed_outside_the_optimizer(optimizer) -> None:
+    """Row lengths are not stored, so a row keeps its new length up to one Adam step."""
     p = parameter(6, 8)
     opt = optimizer([p], lr=0.01)
     run(opt, [p], 5)
     with torch.no_grad():
         p.copy_(noise(6, 8, seed=77) * 20)
-    outside = p.detach().clone()
+    replaced = p.detach().clone()
     run(opt, [p], 1, start=5)
-    assert (p.detach() - outside).norm(dim=-1).max() < 0.1 * outside.norm(dim=-1).min()
+    assert (p.detach() - replaced).norm(dim=-1).max() < 0.1 * replaced.norm(dim=-1).min()
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)
-def test_hooks_and_zero_grad(optimizer) -> None:
+def test_step_hooks_and_zero_grad_work(optimizer) -> None:
     model, opt = make(optimizer)
-    seen = []
-    opt.register_step_pre_hook(lambda *_: seen.append("before"))
-    opt.register_step_post_hook(lambda *_: seen.append("after"))
+    calls = []
+    opt.register_step_pre_hook(lambda *_: calls.append("before"))
+    opt.register_step_post_hook(lambda *_: calls.append("after"))
     train(model, opt, 1)
-    assert seen == ["before", "after"]
+    assert calls == ["before", "after"]
     opt.zero_grad(set_to_none=False)
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
     opt.zero_grad()
@@ -257,8 +258,8 @@ def test_hooks_and_zero_grad(optimizer) -> None:
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)
-def test_parameters_swapped_inside_a_group_are_the_ones_that_move(optimizer) -> None:
-    """accelerate does this after construction."""
+def test_a_step_moves_parameters_swapped_into_a_group(optimizer) -> None:
+    """accelerate swaps parameters after construction."""
     old, new = parameter(6, 4), parameter(6, 4, seed=5)
     opt = optimizer([old], lr=0.01)
     opt.param_groups[0]["params"] = [new]
@@ -268,7 +269,7 @@ def test_parameters_swapped_inside_a_group_are_the_ones_that_move(optimizer) -> 
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)
-def test_maximize_is_descent_on_the_negative(optimizer) -> None:
+def test_maximize_equals_descent_on_the_negative_gradient(optimizer) -> None:
     a, b = parameter(6, 4), parameter(6, 4)
     up = optimizer([a], lr=0.01, maximize=True)
     down = optimizer([b], lr=0.01)
@@ -278,18 +279,18 @@ def test_maximize_is_descent_on_the_negative(optimizer) -> None:
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)
-def test_plain_lists_and_named_lists_work(optimizer) -> None:
-    ends = []
+def test_plain_and_named_parameter_lists_give_the_same_weights(optimizer) -> None:
+    results = []
     for wrap in (lambda ps: ps, lambda ps: [(f"w{i}", p) for i, p in enumerate(ps)]):
         params = [parameter(6, 4), parameter(4, 6, seed=1)]
         opt = optimizer(wrap(params), lr=0.01)
         run(opt, params, 3)
-        ends.append(params)
+        results.append(params)
     assert opt.param_groups[0]["param_names"] == ["w0", "w1"]
-    assert all(torch.equal(p, q) for p, q in zip(*ends, strict=True))
+    assert all(torch.equal(p, q) for p, q in zip(*results, strict=True))
 
 
-# torch's tracer looks at .grad of non-leaf tensors and warns of it itself
+# torch's tracer itself reads .grad of non-leaf tensors
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("optimizer", FAMILY)
 def test_a_compiled_training_step_gives_the_same_weights(optimizer) -> None:
@@ -314,30 +315,32 @@ def test_a_compiled_training_step_gives_the_same_weights(optimizer) -> None:
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)
-def test_an_average_of_the_last_weights_is_torchs_own(optimizer) -> None:
-    """swa_utils.AveragedModel: training does not notice it, it is the exponential average of what
-    the steps left, and training goes on from it when it is copied back."""
+def test_torchs_averaged_model_works(optimizer) -> None:
+    """swa_utils.AveragedModel holds the exponential average and does not affect training.
+
+    Training resumes from the average after it is copied back.
+    """
     (model, opt), (alone, opt_alone) = make(optimizer), make(optimizer)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
-    wanted: list[torch.Tensor] = []
+    expected: list[torch.Tensor] = []
     for t in range(6):
         train(model, opt, 1, start=t)
         average.update_parameters(model)
-        now = weights(model)
-        wanted = [0.8 * w + 0.2 * p for w, p in zip(wanted or now, now, strict=True)]
+        current = weights(model)
+        expected = [0.8 * w + 0.2 * p for w, p in zip(expected or current, current, strict=True)]
     train(alone, opt_alone, 6)
     assert_same(model, alone)
-    for p, w in zip(average.module.parameters(), wanted, strict=True):
+    for p, w in zip(average.module.parameters(), expected, strict=True):
         torch.testing.assert_close(p, w, rtol=1e-5, atol=1e-6)
     assert loss_of(average).isfinite()
     model.load_state_dict(average.module.state_dict())
     train(model, opt, 1, start=6)
-    for p, w in zip(model.parameters(), wanted, strict=True):
+    for p, w in zip(model.parameters(), expected, strict=True):
         assert 0 < (p - w).norm() < 0.3 * w.norm() + 0.1
 
 
-def test_a_parameter_that_a_group_lists_twice_is_stepped() -> None:
-    """torch warns of it when the group is made, and goes on."""
+def test_a_parameter_listed_twice_in_a_group_is_stepped() -> None:
+    """torch only warns about it when the group is added."""
     weight = torch.nn.Parameter(torch.randn(8, 4))
     with pytest.warns(UserWarning, match="duplicate parameters"):
         optimizer = AngularMuown([{"params": [weight, weight]}], lr=0.02)
@@ -348,7 +351,7 @@ def test_a_parameter_that_a_group_lists_twice_is_stepped() -> None:
 
 
 class Turning(Engine):
-    """A member of a user's own, with an option of its own: see docs/family.md."""
+    """A user's own optimizer with an option of its own: see docs/family.md."""
 
     def __init__(self, params: Any, lr: float = 0.02, **options: Any) -> None:
         super().__init__(params, {"lr": lr, "angle": 1.0, **options})
@@ -357,16 +360,16 @@ class Turning(Engine):
         return Recipe(Oblique(), svd, fan_ratio, kappa=group["angle"])
 
 
-def test_a_member_of_ones_own() -> None:
-    """It is AngularMuown with fixed lengths and a constant angle, state dicts included."""
-    mine, ours = (parameter(6, 4) for _ in range(2))
+def test_a_users_optimizer_steps_saves_and_loads() -> None:
+    """Turning equals AngularMuown with fixed row lengths and a constant angle."""
+    a, b = (parameter(6, 4) for _ in range(2))
     values = {"radius": "fixed", "decay_degree": 0.0, "orthogonalize": "svd"}
-    optimizers = [Turning([mine], angle=0.5), AngularMuown([ours], lr=0.01, **values)]
-    for optimizer, p in zip(optimizers, (mine, ours), strict=True):
+    turning, angular = Turning([a], angle=0.5), AngularMuown([b], lr=0.01, **values)
+    for optimizer, p in ((turning, a), (angular, b)):
         run(optimizer, [p], 5)
-    torch.testing.assert_close(mine, ours, rtol=1e-12, atol=1e-14)
-    again = Turning([mine])
-    again.load_state_dict(optimizers[0].state_dict())
-    assert again.param_groups[0]["angle"] == 0.5
+    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+    loaded = Turning([a])
+    loaded.load_state_dict(turning.state_dict())
+    assert loaded.param_groups[0]["angle"] == 0.5
     with pytest.raises(ValueError, match="saved by Turning, not by AngularMuown"):
-        optimizers[1].load_state_dict(again.state_dict())
+        angular.load_state_dict(loaded.state_dict())

@@ -1,6 +1,6 @@
-"""Random input: constructors, groups and state dicts work, or are refused by name.
+"""Random input: constructors, groups and state dicts work, or are rejected by name.
 
-The suite draws some of each; `pytest -m fuzz` draws many.
+The suite draws a few of each; `pytest -m fuzz` draws many.
 """
 
 import copy
@@ -21,7 +21,7 @@ from torch import nn
 from angular_muown.engine import Engine
 from tests.library.family import FAMILY, MEMBERS, parameter, run
 from tests.library.params.test_loading import assert_equal, snapshot
-from tests.library.params.test_state import through_a_file
+from tests.library.params.test_state import save_and_load
 
 NAN, INF = math.nan, math.inf
 
@@ -72,7 +72,7 @@ VALID: dict[str, list[Any]] = {
     "wire_dtype": [None, "float32", "bfloat16"],
     "process_group": [None, False],
 }
-OF_GROUPS: dict[str, list[Any]] = {
+GROUP_ONLY: dict[str, list[Any]] = {
     "algorithm": ["matrix", "adamw"],
     "view": ["matrix", "stack", "conv"],
     "transposed": [True, False],
@@ -86,24 +86,24 @@ OF_GROUPS: dict[str, list[Any]] = {
     "step": [0, 12],
 }
 
-OF_OTHERS = ("name", "initial_lr")  # a group keeps them whatever they are
+FRAMEWORK_KEYS = ("name", "initial_lr")  # a group accepts any value for them
 
 
 def draws(few: int, many: int) -> pytest.MarkDecorator:
-    """Seeds of a test: a few in the suite, many with the marker."""
+    """Parametrize a test by ranges of seeds: a few in the suite, many with the marker."""
     marked = [pytest.param(range(i, i + 50), marks=pytest.mark.fuzz) for i in range(few, many, 50)]
     return pytest.mark.parametrize("seeds", [range(few), *marked], ids=lambda r: f"{r.start}")
 
 
 @contextmanager
-def told(seed: int, what: Any) -> Iterator[None]:
-    """Failures show what was drawn."""
+def noted(seed: int, drawn: Any) -> Iterator[None]:
+    """Add what was drawn to the message of a failure."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     except Exception as error:
-        error.add_note(f"seed {seed}: {what!r}")
+        error.add_note(f"seed {seed}: {drawn!r}")
         raise
 
 
@@ -112,11 +112,11 @@ def pick(rng: random.Random, table: dict[str, list[Any]], key: str, junk: float)
 
 
 def assert_works(optimizer: Engine, params: list[nn.Parameter]) -> None:
-    """Steps leave finite weights, and the state goes through a file into the same optimizer."""
+    """Assert that steps leave finite weights, and that the state can be saved and loaded."""
     run(optimizer, params, 2)
     assert all(p.isfinite().all() for p in params)
     keys = [sorted(group) for group in optimizer.param_groups]
-    optimizer.load_state_dict(through_a_file(optimizer.state_dict()))
+    optimizer.load_state_dict(save_and_load(optimizer.state_dict()))
     assert [sorted(group) for group in optimizer.param_groups] == keys
     run(optimizer, params, 1, start=2)
     assert all(p.isfinite().all() for p in params)
@@ -130,30 +130,30 @@ def assert_named(error: Exception, names: Any) -> None:
 
 
 def arguments(rng: random.Random, optimizer: type[Engine]) -> dict[str, Any]:
-    known = [key for key in inspect.signature(optimizer).parameters if key in VALID]
+    accepted = [key for key in inspect.signature(optimizer).parameters if key in VALID]
     junk = rng.choice([0.0, 0.1, 0.5])
-    return {key: pick(rng, VALID, key, junk) for key in rng.sample(known, rng.randint(1, 6))}
+    return {key: pick(rng, VALID, key, junk) for key in rng.sample(accepted, rng.randint(1, 6))}
 
 
 @draws(150, 2150)
-def test_constructors(seeds: range) -> None:
-    ends: Counter[str] = Counter()
+def test_constructor_arguments_work_or_are_rejected(seeds: range) -> None:
+    outcomes: Counter[str] = Counter()
     for seed in seeds:
         rng = random.Random(f"constructor {seed}")
         optimizer = rng.choice(MEMBERS)
-        given = arguments(rng, optimizer)
-        with told(seed, (optimizer, given)):
-            ends[_construct(optimizer, given)] += 1
-    assert min(ends["works"], ends["refused"]) > 0.04 * len(seeds), ends
+        options = arguments(rng, optimizer)
+        with noted(seed, (optimizer, options)):
+            outcomes[_construct(optimizer, options)] += 1
+    assert min(outcomes["works"], outcomes["rejected"]) > 0.04 * len(seeds), outcomes
 
 
-def _construct(optimizer: type[Engine], given: dict[str, Any]) -> str:
+def _construct(optimizer: type[Engine], options: dict[str, Any]) -> str:
     w, b = parameter(6, 4), parameter(4)
     try:
-        opt = optimizer([{"params": [w]}, {"params": [b], "algorithm": "adamw"}], **given)
+        opt = optimizer([{"params": [w]}, {"params": [b], "algorithm": "adamw"}], **options)
     except (ValueError, TypeError) as error:
-        assert_named(error, given)
-        return "refused"
+        assert_named(error, options)
+        return "rejected"
     assert_works(opt, [w, b])
     return "works"
 
@@ -182,36 +182,36 @@ PARAMS: dict[str, Callable[[], Any]] = {
 GOOD = ("a matrix", "matrices", "a stack", "a convolution", "a vector", "a generator")
 
 
-def group_of(rng: random.Random, optimizer: type[Engine]) -> Any:
+def random_group(rng: random.Random, optimizer: type[Engine]) -> Any:
     if rng.random() < 0.03:
         return rng.choice([None, 3, [], "group", {}, {"lr": 0.1}])
-    own = {key: VALID[key] for key in inspect.signature(optimizer).parameters if key in VALID}
-    table, junk = {**own, **OF_GROUPS}, rng.choice([0.0, 0.0, 0.2])
+    options = {key: VALID[key] for key in inspect.signature(optimizer).parameters if key in VALID}
+    table, junk = {**options, **GROUP_ONLY}, rng.choice([0.0, 0.0, 0.2])
     keys = rng.sample(sorted(table), rng.randint(0, 4))
-    group = {key: pick(rng, table, key, 0 if key in OF_OTHERS else junk) for key in keys}
+    group = {key: pick(rng, table, key, 0 if key in FRAMEWORK_KEYS else junk) for key in keys}
     if rng.random() < 0.05:
         group[rng.choice(["momentun", "process_group", 5, None, "row_beta"])] = 1
     kind = rng.choice(GOOD if rng.random() < 0.7 else sorted(PARAMS))
     if kind in ("a vector", "a stack", "a convolution") and rng.random() < 0.8:
-        meant = {"a vector": ("algorithm", "adamw"), "a stack": ("view", "stack")}
-        key, value = meant.get(kind, ("view", "conv"))
+        required = {"a vector": ("algorithm", "adamw"), "a stack": ("view", "stack")}
+        key, value = required.get(kind, ("view", "conv"))
         group[key] = value
     return {**group, "params": PARAMS[kind]()}
 
 
 @draws(150, 2150)
-def test_groups(seeds: range) -> None:
-    ends: Counter[str] = Counter()
+def test_groups_work_or_are_rejected(seeds: range) -> None:
+    outcomes: Counter[str] = Counter()
     for seed in seeds:
         rng = random.Random(f"group {seed}")
         optimizer = rng.choice(MEMBERS)
-        group = group_of(rng, optimizer)
-        with told(seed, (optimizer, group)):
-            ends[_add(optimizer, group)] += 1
-    assert min(ends["works"], ends["refused"]) > 0.04 * len(seeds), ends
+        group = random_group(rng, optimizer)
+        with noted(seed, (optimizer, group)):
+            outcomes[_add_group(optimizer, group)] += 1
+    assert min(outcomes["works"], outcomes["rejected"]) > 0.04 * len(seeds), outcomes
 
 
-def _add(optimizer: type[Engine], group: Any) -> str:
+def _add_group(optimizer: type[Engine], group: Any) -> str:
     w = parameter(6, 4)
     opt = optimizer([w], lr=0.01)
     run(opt, [w], 1)
@@ -222,7 +222,7 @@ def _add(optimizer: type[Engine], group: Any) -> str:
         assert_named(error, ["param", "group", *(group if isinstance(group, dict) else ())])
         assert_equal(snapshot(opt), before)
         run(opt, [w], 1, start=1)
-        return "refused"
+        return "rejected"
     assert_works(opt, [p for g in opt.param_groups for p in g["params"]])
     return "works"
 
@@ -233,13 +233,13 @@ def _add(optimizer: type[Engine], group: Any) -> str:
 Path = tuple[Any, ...]
 
 
-def paths(tree: Any, at: Path = ()) -> Iterator[Path]:
-    """The places of everything in a state dict."""
-    if at:
-        yield at
+def paths(tree: Any, prefix: Path = ()) -> Iterator[Path]:
+    """Yield the path of keys to everything in a state dict."""
+    if prefix:
+        yield prefix
     if isinstance(tree, dict | list):
         for key in tree if isinstance(tree, dict) else range(len(tree)):
-            yield from paths(tree[key], (*at, key))
+            yield from paths(tree[key], (*prefix, key))
 
 
 def replace(rng: random.Random, parent: Any, key: Any) -> None:
@@ -251,24 +251,24 @@ def delete(rng: random.Random, parent: Any, key: Any) -> None:
 
 
 def add(rng: random.Random, parent: Any, key: Any) -> None:
-    """To the thing itself where it holds others, else next to it."""
-    place = parent[key] if isinstance(parent[key], dict | list) else parent
-    if isinstance(place, list):
-        place.insert(rng.randint(0, len(place)), rng.choice([*place, rng.choice(JUNK)()]))
+    """Add junk to a container, or to the parent of anything else."""
+    container = parent[key] if isinstance(parent[key], dict | list) else parent
+    if isinstance(container, list):
+        index = rng.randint(0, len(container))
+        container.insert(index, rng.choice([*container, rng.choice(JUNK)()]))
     else:
-        place[rng.choice(["note", "exp_avg", "master", "average", "foreach", 99])] = rng.choice(
-            JUNK
-        )()
+        junk = rng.choice(JUNK)()
+        container[rng.choice(["note", "exp_avg", "master", "average", "foreach", 99])] = junk
 
 
 def swap(rng: random.Random, parent: Any, key: Any) -> None:
-    """With another of the same parent."""
+    """Swap two entries of the parent."""
     other = rng.choice(list(parent) if isinstance(parent, dict) else range(len(parent)))
     parent[key], parent[other] = parent[other], parent[key]
 
 
 def damage(rng: random.Random, parent: Any, key: Any) -> None:
-    """A tensor's entries, shape or dtype; of others nothing is left."""
+    """Change a tensor's entries, shape or dtype, or replace anything else."""
     value = parent[key]
     if not isinstance(value, torch.Tensor):
         return replace(rng, parent, key)
@@ -294,10 +294,10 @@ BREAKS = (replace, replace, delete, add, swap, damage, damage)
 def corrupt(rng: random.Random, saved: dict[str, Any]) -> list[tuple[str, Path]]:
     done = []
     for _ in range(rng.choice([1, 1, 1, 2, 4])):
-        known = [p for p in paths(saved) if len(p) > 1 or rng.random() < 0.3]
-        if not known:
+        candidates = [p for p in paths(saved) if len(p) > 1 or rng.random() < 0.3]
+        if not candidates:
             break
-        path = rng.choice(known)
+        path = rng.choice(candidates)
         parent = saved
         for key in path[:-1]:
             parent = parent[key]
@@ -308,8 +308,8 @@ def corrupt(rng: random.Random, saved: dict[str, Any]) -> list[tuple[str, Path]]
 
 
 @draws(150, 2150)
-def test_state_dicts(seeds: range) -> None:
-    ends: Counter[str] = Counter()
+def test_state_dicts_load_or_are_rejected(seeds: range) -> None:
+    outcomes: Counter[str] = Counter()
     for seed in seeds:
         rng = random.Random(f"state dict {seed}")
         optimizer = rng.choice(FAMILY)
@@ -319,9 +319,9 @@ def test_state_dicts(seeds: range) -> None:
         saved = copy.deepcopy(opt.state_dict())
         run(opt, params, 1, start=3)
         done = corrupt(rng, saved)
-        with told(seed, (optimizer, values, dtype, done)):
-            ends[_load(opt, params, saved, done)] += 1
-    assert min(ends["works"], ends["refused"]) > 0.04 * len(seeds), ends
+        with noted(seed, (optimizer, values, dtype, done)):
+            outcomes[_load(opt, params, saved, done)] += 1
+    assert min(outcomes["works"], outcomes["rejected"]) > 0.04 * len(seeds), outcomes
 
 
 def _trained(
@@ -351,7 +351,7 @@ def _load(opt: Engine, params: list[nn.Parameter], saved: Any, done: list[Any]) 
         assert_named(error, names | places)
         assert_equal(snapshot(opt), before)
         run(opt, params, 1, start=4)
-        return "refused"
+        return "rejected"
     run(opt, params, 1, start=4)
     assert all(p.isfinite().all() for p in params)
     opt.load_state_dict(copy.deepcopy(opt.state_dict()))

@@ -1,4 +1,4 @@
-"""AngleMonitor: right numbers, for any optimizer, at little cost."""
+"""AngleMonitor: correct measurements for any optimizer, at little cost."""
 
 import math
 
@@ -11,7 +11,7 @@ from angular_muown.monitor import orthogonality_error, row_angles
 from tests.library.family import FAMILY, noise
 from tests.library.models import BLOCKS, loss_of, tiny_lm
 
-EVERY_TORCH_OPTIMIZER = [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adam, torch.optim.RMSprop]
+TORCH_OPTIMIZERS = [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adam, torch.optim.RMSprop]
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) -> None:
@@ -22,8 +22,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) ->
 
 
 @pytest.mark.parametrize("angle", [1e-7, 3e-5, 1e-3, 0.1, 1.0])
-def test_small_angles_are_seen_in_float32(angle) -> None:
-    """arccos would be blind below 3e-4."""
+def test_small_angles_are_resolved_in_float32(angle) -> None:
+    """arccos does not resolve angles below 3e-4."""
     u = torch.tensor([[1.0, 0.0]])
     v = torch.tensor([[math.cos(angle), math.sin(angle)]])
     assert row_angles(u, 5 * v).item() == pytest.approx(angle, rel=1e-3)
@@ -34,27 +34,27 @@ def test_a_row_that_crossed_zero_did_not_turn() -> None:
     torch.testing.assert_close(row_angles(u, -0.1 * u), torch.zeros(3, dtype=u.dtype))
 
 
-def test_zero_rows_have_no_angle() -> None:
+def test_the_angle_of_a_zero_row_is_nan() -> None:
     u = noise(2, 5, seed=1)
     u[0] = 0
     assert row_angles(u, noise(2, 5, seed=2)).isnan().tolist() == [True, False]
 
 
-def test_orthogonality_error() -> None:
+def test_orthogonality_error_is_zero_for_orthonormal_columns() -> None:
     Q = torch.linalg.qr(noise(3, 8, 4, seed=1))[0]
     assert orthogonality_error(Q).max() < 1e-12
     torch.testing.assert_close(orthogonality_error(2 * Q), torch.full((3,), 3.0, dtype=Q.dtype))
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)
-def test_family(optimizer) -> None:
+def test_all_measurements_of_the_family_are_finite_and_read_once(optimizer) -> None:
     model = tiny_lm()
     opt = optimizer(plan(model, blocks=BLOCKS), lr=0.01)
     monitor = AngleMonitor(model, opt)
     assert monitor.read() == {}
     train(model, opt)
     values = monitor.read()
-    assert monitor.read() == {}, "a measurement is read once"
+    assert monitor.read() == {}
     for key in ("angle_mean", "angle_max", "row_norm_mean", "radial_mean", "orthogonality_error"):
         assert math.isfinite(values[key]), key
         assert math.isfinite(values[f"{key}/layers.0.attn.qkv.weight"])
@@ -62,7 +62,7 @@ def test_family(optimizer) -> None:
     assert ("kappa" in values) == issubclass(optimizer, AngularMuown)
 
 
-def test_angle_of_angular_muown_is_lr_times_kappa() -> None:
+def test_the_angle_of_angular_muown_is_lr_times_kappa() -> None:
     model = tiny_lm()
     opt = AngularMuown(plan(model, blocks=BLOCKS), lr=0.003)
     monitor = AngleMonitor(model, opt)
@@ -70,8 +70,8 @@ def test_angle_of_angular_muown_is_lr_times_kappa() -> None:
     assert monitor.read()["angle_mean"] == pytest.approx(0.003, rel=0.15)
 
 
-@pytest.mark.parametrize("optimizer", EVERY_TORCH_OPTIMIZER)
-def test_any_torch_optimizer(optimizer) -> None:
+@pytest.mark.parametrize("optimizer", TORCH_OPTIMIZERS)
+def test_angles_of_torch_optimizers_are_measured(optimizer) -> None:
     model = tiny_lm()
     opt = optimizer(model.parameters(), lr=1e-2)
     monitor = AngleMonitor(model, opt)
@@ -79,13 +79,13 @@ def test_any_torch_optimizer(optimizer) -> None:
     train(model, opt)
     values = monitor.read()
     name = "angle_mean/layers.0.up.weight"
-    wanted = row_angles(before, model.layers[0].up.weight.detach()).mean().item()
-    assert values[name] == pytest.approx(wanted, rel=1e-5)
+    expected = row_angles(before, model.layers[0].up.weight.detach()).mean().item()
+    assert values[name] == pytest.approx(expected, rel=1e-5)
     assert "angle_mean/embedding.weight" not in values
     assert "kappa" not in values
 
 
-def test_every_k_steps_and_no_trace_between_or_after() -> None:
+def test_every_measures_each_third_step_and_leaves_no_observers_or_copies() -> None:
     model = tiny_lm()
     opt = AngularMuown(plan(model), lr=0.01)
     monitor = AngleMonitor(model, opt, every=3)
@@ -101,7 +101,7 @@ def test_every_k_steps_and_no_trace_between_or_after() -> None:
     assert monitor.read() == {}
 
 
-def test_a_parameter_without_gradient_is_measured_at_rest() -> None:
+def test_a_parameter_without_a_gradient_has_angle_zero() -> None:
     model = tiny_lm()
     opt = AngularMuown(plan(model), lr=0.01)
     monitor = AngleMonitor(model, opt)
@@ -114,22 +114,22 @@ def test_a_parameter_without_gradient_is_measured_at_rest() -> None:
     assert values["angle_mean"] > 0
 
 
-def test_unequal_blocks_are_weighed_by_their_rows() -> None:
+def test_means_weight_unequal_blocks_by_their_rows() -> None:
     model = nn.Linear(40, 48, bias=False, dtype=torch.float64)
     opt = AngularMuown([{"params": model.parameters(), "blocks": [32, 12, 4]}], lr=0.01)
     monitor = AngleMonitor(model, opt)
-    seen = []
-    opt.observers = (lambda parts, U, Q, angles: seen.append((Q * U).sum(-1).abs().flatten()),)
+    radial = []
+    opt.observers = (lambda parts, U, Q, angles: radial.append((Q * U).sum(-1).abs().flatten()),)
     model.weight.grad = noise(48, 40, seed=1)
     before = model.weight.detach().clone()
     opt.step()
     values = monitor.read()
-    assert values["radial_mean"] == pytest.approx(torch.cat(seen).mean().item())
-    wanted = row_angles(before, model.weight.detach()).mean().item()
-    assert values["angle_mean"] == pytest.approx(wanted)
+    assert values["radial_mean"] == pytest.approx(torch.cat(radial).mean().item())
+    expected = row_angles(before, model.weight.detach()).mean().item()
+    assert values["angle_mean"] == pytest.approx(expected)
 
 
-def test_a_step_that_raised_leaves_no_trace() -> None:
+def test_a_step_that_raises_leaves_no_measurements_or_observers() -> None:
     model = tiny_lm()
     opt = AngularMuown(plan(model), lr=0.01)
     monitor = AngleMonitor(model, opt)
@@ -142,7 +142,7 @@ def test_a_step_that_raised_leaves_no_trace() -> None:
     assert not opt.observers
 
 
-def test_two_monitors_measure_alike() -> None:
+def test_two_monitors_of_one_optimizer_agree() -> None:
     model = tiny_lm()
     opt = AngularMuown(plan(model), lr=0.01)
     monitors = [AngleMonitor(model, opt), AngleMonitor(model, opt)]
@@ -152,20 +152,20 @@ def test_two_monitors_measure_alike() -> None:
     assert "radial_mean" in a
 
 
-def test_it_changes_nothing() -> None:
-    ends = []
-    for watched in (True, False):
+def test_a_monitor_does_not_change_training() -> None:
+    models = []
+    for monitored in (True, False):
         model = tiny_lm()
         opt = AngularMuown(plan(model), lr=0.01)
-        if watched:
+        if monitored:
             AngleMonitor(model, opt)
         train(model, opt, 4)
-        ends.append(model)
-    for p, q in zip(*(m.parameters() for m in ends), strict=True):
+        models.append(model)
+    for p, q in zip(*(m.parameters() for m in models), strict=True):
         assert torch.equal(p, q)
 
 
-def test_bad_interval() -> None:
+def test_a_bad_interval_is_rejected() -> None:
     model = tiny_lm()
     with pytest.raises(ValueError, match="every=0"):
         AngleMonitor(model, torch.optim.SGD(model.parameters(), lr=0.1), every=0)

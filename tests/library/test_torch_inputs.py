@@ -1,4 +1,4 @@
-"""What torch checks of its own optimizers, over the family and with torch's own inputs."""
+"""torch's own tests of its optimizers, with torch's own inputs, for the whole family."""
 
 import copy
 import warnings
@@ -17,14 +17,14 @@ from torch.optim.optimizer import (
 from angular_muown.engine import Engine
 from tests.library.family import FAMILY, parameter
 from tests.library.params.test_loading import assert_equal
-from tests.library.params.test_state import through_a_file
-from tests.library.torch_inputs import invalid, valid
+from tests.library.params.test_state import save_and_load
+from tests.library.torch_inputs import invalid_inputs, valid_arguments
 
 OVER_FAMILY = pytest.mark.parametrize("optimizer", FAMILY)
 
 
 class Problem:
-    """A weight and a bias that bring an affine map of one vector to zero."""
+    """Minimise the square of an affine map of one vector over its weight and bias."""
 
     def __init__(
         self,
@@ -32,21 +32,21 @@ class Problem:
         arguments: dict[str, Any],
         contiguous: bool = True,
         dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32),
-        **of_bias: Any,
+        **bias_options: Any,
     ) -> None:
         generator = torch.Generator().manual_seed(0)
         weight = torch.randn(10, 5, 2, generator=generator)[..., 0]
         bias = torch.randn(10, 2, generator=generator)[..., 0]
         self.input = torch.randn(5, generator=generator)
-        kind = torch.contiguous_format if contiguous else torch.preserve_format
+        memory_format = torch.contiguous_format if contiguous else torch.preserve_format
         pairs = zip((weight, bias), dtypes, strict=True)
-        parts = [t.to(dtype).clone(memory_format=kind) for t, dtype in pairs]
+        tensors = [t.to(dtype).clone(memory_format=memory_format) for t, dtype in pairs]
         if not contiguous:
-            parts = [torch.stack((t, t), dim=-1)[..., 0] for t in parts]
-        self.params = [nn.Parameter(t) for t in parts]
+            tensors = [torch.stack((t, t), dim=-1)[..., 0] for t in tensors]
+        self.params = [nn.Parameter(t) for t in tensors]
         w, b = self.params
         assert w.is_contiguous() == contiguous
-        groups = [{"params": [w]}, {"params": [b], "algorithm": "adamw", **of_bias}]
+        groups = [{"params": [w]}, {"params": [b], "algorithm": "adamw", **bias_options}]
         self.optimizer = optimizer(groups, **copy.deepcopy(arguments))
 
     def loss(self) -> Tensor:
@@ -67,9 +67,9 @@ class Problem:
         return [p.detach().clone() for p in self.params]
 
 
-def problems(optimizer: type[Engine], **others: Any) -> Iterator[Problem]:
-    for arguments in valid(optimizer):
-        yield Problem(optimizer, arguments, **others)
+def problems(optimizer: type[Engine], **options: Any) -> Iterator[Problem]:
+    for arguments in valid_arguments(optimizer):
+        yield Problem(optimizer, arguments, **options)
 
 
 @OVER_FAMILY
@@ -82,19 +82,19 @@ def test_optimizers_can_be_printed(optimizer) -> None:
 
 @OVER_FAMILY
 @pytest.mark.parametrize("contiguous", [True, False])
-def test_steps_go_in_the_right_direction(optimizer, contiguous) -> None:
-    for arguments in valid(optimizer):
+def test_steps_decrease_the_loss_or_increase_it_with_maximize(optimizer, contiguous) -> None:
+    for arguments in valid_arguments(optimizer):
         for maximize in (False, True):
-            given = {**arguments, "maximize": maximize}
-            problem = Problem(optimizer, given, contiguous=contiguous)
+            options = {**arguments, "maximize": maximize}
+            problem = Problem(optimizer, options, contiguous=contiguous)
             before = problem.loss().item()
             problem.run(20)
-            assert (problem.loss().item() > before) == maximize, given
+            assert (problem.loss().item() > before) == maximize, options
 
 
 @OVER_FAMILY
-def test_schedulers_and_groups_go_in_the_right_direction(optimizer) -> None:
-    for arguments in valid(optimizer):
+def test_steps_with_schedulers_and_groups_move_the_loss_the_right_way(optimizer) -> None:
+    for arguments in valid_arguments(optimizer):
         problem = Problem(optimizer, arguments, lr=1e-3)
         schedulers = [
             StepLR(problem.optimizer, gamma=0.9, step_size=10),
@@ -111,8 +111,8 @@ def test_schedulers_and_groups_go_in_the_right_direction(optimizer) -> None:
 
 @OVER_FAMILY
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
-def test_a_tensor_lr_is_left_alone_and_counts_as_its_number(optimizer, shape) -> None:
-    for arguments in valid(optimizer):
+def test_a_tensor_lr_acts_as_its_number_and_is_not_changed(optimizer, shape) -> None:
+    for arguments in valid_arguments(optimizer):
         lr = torch.full(shape, 0.01)
         problem = Problem(optimizer, {**arguments, "lr": lr})
         problem.run(5)
@@ -124,7 +124,7 @@ def test_a_tensor_lr_is_left_alone_and_counts_as_its_number(optimizer, shape) ->
 
 
 @OVER_FAMILY
-def test_complex_parameters_and_sparse_gradients_are_refused(optimizer) -> None:
+def test_complex_parameters_and_sparse_gradients_are_rejected(optimizer) -> None:
     p = nn.Parameter(torch.randn(5, 5, dtype=torch.complex64))
     for algorithm in ("matrix", "adamw"):
         with pytest.raises(ValueError, match="complex64"):
@@ -149,8 +149,8 @@ def test_a_step_without_gradients_changes_nothing(optimizer) -> None:
 
 
 @OVER_FAMILY
-def test_a_step_with_gradients_of_zero_changes_nothing(optimizer) -> None:
-    for arguments in valid(optimizer):
+def test_a_step_with_zero_gradients_changes_nothing(optimizer) -> None:
+    for arguments in valid_arguments(optimizer):
         problem = Problem(optimizer, {**arguments, "weight_decay": 0.0})
         before = problem.weights()
         for _ in range(2):
@@ -170,21 +170,21 @@ def test_every_parameter_has_state_after_a_step(optimizer) -> None:
 
 
 @OVER_FAMILY
-def test_state_dicts_are_deterministic_and_left_alone(optimizer) -> None:
-    for arguments in valid(optimizer):
+def test_loading_is_deterministic_and_does_not_change_the_state_dict(optimizer) -> None:
+    for arguments in valid_arguments(optimizer):
         a, b = Problem(optimizer, arguments), Problem(optimizer, arguments)
         a.run(5)
         with torch.no_grad():
             for p, q in zip(b.params, a.params, strict=True):
                 p.copy_(q)
         saved = copy.deepcopy(a.optimizer.state_dict())
-        given = copy.deepcopy(saved)
-        b.optimizer.load_state_dict(given)
+        loaded = copy.deepcopy(saved)
+        b.optimizer.load_state_dict(loaded)
         for _ in range(5):
             a.run(1)
             b.run(1)
             assert_equal(a.weights(), b.weights())
-        assert_equal(given, saved)
+        assert_equal(loaded, saved)
         assert_equal(a.optimizer.state_dict(), b.optimizer.state_dict())
         groups = b.optimizer.param_groups
         groups.extend(groups)
@@ -196,57 +196,57 @@ FLAGS = ("maximize", "foreach", "fused", "differentiable", "capturable")
 
 
 @OVER_FAMILY
-def test_older_state_dicts_load(optimizer) -> None:
+def test_older_state_dicts_without_flags_load(optimizer) -> None:
     for problem in problems(optimizer):
         problem.run(3)
         older = copy.deepcopy(problem.optimizer.state_dict())
         for group in older["param_groups"]:
             for flag in FLAGS:
                 group.pop(flag, None)
-        wanted = copy.deepcopy(problem.optimizer.state_dict())
+        before = copy.deepcopy(problem.optimizer.state_dict())
         problem.optimizer.load_state_dict(older)
-        assert_equal(problem.optimizer.state_dict(), wanted)
+        assert_equal(problem.optimizer.state_dict(), before)
         problem.run(2)
 
 
 @OVER_FAMILY
 @pytest.mark.parametrize("saved_has_names", [False, True])
-@pytest.mark.parametrize("own_has_names", [False, True])
-def test_names_do_not_matter_to_loading(optimizer, saved_has_names, own_has_names) -> None:
-    def made(named: bool) -> tuple[nn.Parameter, Engine]:
+@pytest.mark.parametrize("target_has_names", [False, True])
+def test_names_do_not_matter_to_loading(optimizer, saved_has_names, target_has_names) -> None:
+    def make(named: bool) -> tuple[nn.Parameter, Engine]:
         p = parameter(6, 4)
         return p, optimizer([("w", p)] if named else [p])
 
-    (a, opt_a), (b, opt_b) = made(saved_has_names), made(own_has_names)
+    (a, opt_a), (b, opt_b) = make(saved_has_names), make(target_has_names)
     a.grad = torch.ones_like(a)
     opt_a.step()
-    opt_b.load_state_dict(through_a_file(opt_a.state_dict()))
+    opt_b.load_state_dict(save_and_load(opt_a.state_dict()))
     assert_equal(opt_b.state[b], opt_a.state[a])
-    assert ("param_names" in opt_b.param_groups[0]) == (saved_has_names or own_has_names)
+    assert ("param_names" in opt_b.param_groups[0]) == (saved_has_names or target_has_names)
     b.grad = torch.ones_like(b)
     opt_b.step()
 
 
 @OVER_FAMILY
-def test_files_are_read_with_weights_only(optimizer) -> None:
-    for arguments in valid(optimizer):
+def test_state_dicts_load_from_files_with_weights_only(optimizer) -> None:
+    for arguments in valid_arguments(optimizer):
         a = Problem(optimizer, arguments)
         a.run(3)
         b = Problem(optimizer, arguments)
-        b.optimizer.load_state_dict(through_a_file(a.optimizer.state_dict()))
+        b.optimizer.load_state_dict(save_and_load(a.optimizer.state_dict()))
         assert_equal(b.optimizer.state_dict(), a.optimizer.state_dict())
 
 
 @OVER_FAMILY
-def test_counters_that_are_numbers_load(optimizer) -> None:
+def test_saved_counters_may_be_numbers(optimizer) -> None:
     for problem in problems(optimizer):
         problem.run(3)
         saved = copy.deepcopy(problem.optimizer.state_dict())
         for state in saved["state"].values():
             state["step"] = state["step"].item()
-        wanted = copy.deepcopy(problem.optimizer.state_dict())
+        before = copy.deepcopy(problem.optimizer.state_dict())
         problem.optimizer.load_state_dict(saved)
-        assert_equal(problem.optimizer.state_dict(), wanted)
+        assert_equal(problem.optimizer.state_dict(), before)
         problem.run(1)
 
 
@@ -254,7 +254,7 @@ def test_counters_that_are_numbers_load(optimizer) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @OVER_FAMILY
 def test_state_moves_to_the_device_of_the_weights(optimizer) -> None:
-    for arguments in valid(optimizer):
+    for arguments in valid_arguments(optimizer):
         a, b = Problem(optimizer, arguments), Problem(optimizer, arguments)
         a.run(3)
         moved = [nn.Parameter(p.detach().cuda()) for p in a.params]
@@ -272,7 +272,7 @@ def test_state_moves_to_the_device_of_the_weights(optimizer) -> None:
 
 
 @OVER_FAMILY
-def test_copies_continue_with_the_same_public_attributes(optimizer) -> None:
+def test_copies_have_the_same_public_attributes_and_continue_equally(optimizer) -> None:
     for problem in problems(optimizer):
         problem.run(2)
         public = [
@@ -287,18 +287,18 @@ def test_copies_continue_with_the_same_public_attributes(optimizer) -> None:
 
 
 @OVER_FAMILY
-def test_hooks_of_a_step_run_in_torchs_order(optimizer) -> None:
+def test_step_hooks_run_in_torchs_order(optimizer) -> None:
     problem = Problem(optimizer, {})
-    seen: list[str] = []
+    calls: list[str] = []
 
-    def says(word: str) -> Callable[..., None]:
-        return lambda *_: seen.append(word)
+    def record(hook: str) -> Callable[..., None]:
+        return lambda *_: calls.append(hook)
 
     handles = [
-        register_optimizer_step_pre_hook(says("all before")),
-        register_optimizer_step_post_hook(says("all after")),
-        problem.optimizer.register_step_pre_hook(says("own before")),
-        problem.optimizer.register_step_post_hook(says("own after")),
+        register_optimizer_step_pre_hook(record("global pre")),
+        register_optimizer_step_post_hook(record("global post")),
+        problem.optimizer.register_step_pre_hook(record("pre")),
+        problem.optimizer.register_step_post_hook(record("post")),
     ]
     try:
         problem.run(1)
@@ -306,59 +306,59 @@ def test_hooks_of_a_step_run_in_torchs_order(optimizer) -> None:
         for handle in handles:
             handle.remove()
     problem.run(1)
-    assert seen == ["all before", "own before", "own after", "all after"]
+    assert calls == ["global pre", "pre", "post", "global post"]
 
 
 @OVER_FAMILY
-def test_hooks_of_state_dicts_may_change_them(optimizer) -> None:
+def test_state_dict_hooks_may_change_state_dicts(optimizer) -> None:
     problem = Problem(optimizer, {})
     problem.run(1)
-    opt, seen = problem.optimizer, []
-    opt.register_state_dict_pre_hook(lambda o: seen.append("before"))
+    opt, calls = problem.optimizer, []
+    opt.register_state_dict_pre_hook(lambda o: calls.append("save"))
     opt.register_state_dict_post_hook(lambda o, saved: {**saved, "note": 1})
     saved = opt.state_dict()
-    assert seen == ["before"]
+    assert calls == ["save"]
     assert saved["note"] == 1
 
-    def lower(_: Any, given: dict[str, Any]) -> dict[str, Any]:
-        groups = [{**group, "lr": group["lr"] / 2} for group in given["param_groups"]]
-        return {**given, "param_groups": groups}
+    def halve_lr(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        groups = [{**group, "lr": group["lr"] / 2} for group in state_dict["param_groups"]]
+        return {**state_dict, "param_groups": groups}
 
-    rate = opt.param_groups[0]["lr"]
-    opt.register_load_state_dict_pre_hook(lower)
-    opt.register_load_state_dict_pre_hook(lambda *_: seen.append("first"), prepend=True)
-    opt.register_load_state_dict_post_hook(lambda o: seen.append(o.param_groups[0]["lr"]))
-    opt.register_load_state_dict_post_hook(lambda o: seen.append(len(o.state)), prepend=True)
+    lr = opt.param_groups[0]["lr"]
+    opt.register_load_state_dict_pre_hook(halve_lr)
+    opt.register_load_state_dict_pre_hook(lambda *_: calls.append("load"), prepend=True)
+    opt.register_load_state_dict_post_hook(lambda o: calls.append(o.param_groups[0]["lr"]))
+    opt.register_load_state_dict_post_hook(lambda o: calls.append(len(o.state)), prepend=True)
     opt.load_state_dict(saved)
-    assert seen == ["before", "first", 2, rate / 2]
-    assert opt.param_groups[0]["lr"] == rate / 2
+    assert calls == ["save", "load", 2, lr / 2]
+    assert opt.param_groups[0]["lr"] == lr / 2
 
 
 @OVER_FAMILY
-def test_weight_decay_and_lr_belong_to_groups(optimizer) -> None:
-    for arguments in valid(optimizer):
-        a, b, still = (parameter(5, 5, dtype=torch.float32) for _ in range(3))
+def test_weight_decay_and_lr_apply_per_group(optimizer) -> None:
+    for arguments in valid_arguments(optimizer):
+        decayed, plain, fixed = (parameter(5, 5, dtype=torch.float32) for _ in range(3))
         groups = [
-            {"params": [a], "weight_decay": 0.5, "lr": 0.1},
-            {"params": [b], "weight_decay": 0.0, "lr": 0.1},
-            {"params": [still], "lr": 0.0},
+            {"params": [decayed], "weight_decay": 0.5, "lr": 0.1},
+            {"params": [plain], "weight_decay": 0.0, "lr": 0.1},
+            {"params": [fixed], "lr": 0.0},
         ]
         opt = optimizer(groups, **copy.deepcopy({**arguments, "maximize": False}))
-        before = still.detach().clone()
+        before = fixed.detach().clone()
         for _ in range(5):
-            for p in (a, b, still):
+            for p in (decayed, plain, fixed):
                 p.grad = torch.full_like(p, 1e-3)
             opt.step()
-        assert a.norm() < b.norm(), arguments
-        torch.testing.assert_close(still.detach(), before)
+        assert decayed.norm() < plain.norm(), arguments
+        torch.testing.assert_close(fixed.detach(), before)
 
 
 @OVER_FAMILY
 @pytest.mark.parametrize("flag", ["foreach", "fused"])
-def test_implementations_of_adamw_agree(optimizer, flag) -> None:
-    for arguments in valid(optimizer):
+def test_adamw_implementations_agree(optimizer, flag) -> None:
+    for arguments in valid_arguments(optimizer):
         if isinstance(arguments.get("lr"), Tensor) and flag == "foreach":
-            continue  # torch takes no tensor there
+            continue  # torch's foreach rejects a tensor lr
         plain = Problem(optimizer, arguments, foreach=False, fused=False)
         other = Problem(optimizer, arguments, **{flag: True})
         plain.run(5)
@@ -368,8 +368,8 @@ def test_implementations_of_adamw_agree(optimizer, flag) -> None:
 
 
 @OVER_FAMILY
-def test_a_tensor_lr_with_foreach_is_refused_when_the_group_is_made(optimizer) -> None:
-    """torch refuses it at the step, when matrices would have moved."""
+def test_a_tensor_lr_with_foreach_is_rejected_when_the_group_is_added(optimizer) -> None:
+    """torch rejects it at the step, when matrices would already have moved."""
     with pytest.raises(ValueError, match=r"lr=tensor\(0.0010\) with foreach=True"):
         Problem(optimizer, {"lr": torch.tensor(0.001)}, foreach=True)
     with pytest.raises(ValueError, match="foreach=True and capturable=True"):
@@ -383,8 +383,8 @@ def test_a_tensor_lr_with_foreach_is_refused_when_the_group_is_made(optimizer) -
 
 @OVER_FAMILY
 @pytest.mark.parametrize("default", [torch.float64, torch.float16])
-def test_the_default_dtype_plays_no_part(optimizer, default) -> None:
-    ends = []
+def test_state_does_not_depend_on_the_default_dtype(optimizer, default) -> None:
+    states = []
     for dtype in (torch.get_default_dtype(), default):
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
@@ -395,18 +395,17 @@ def test_the_default_dtype_plays_no_part(optimizer, default) -> None:
             )
             for _ in range(3):
                 problem.optimizer.step()
-            ends.append(problem.optimizer.state_dict()["state"])
+            states.append(problem.optimizer.state_dict()["state"])
         finally:
             torch.set_default_dtype(before)
-    for i in ends[0]:
-        for name, value in ends[0][i].items():
-            assert ends[1][i][name].dtype == value.dtype, name
+    for i in states[0]:
+        for name, value in states[0][i].items():
+            assert states[1][i][name].dtype == value.dtype, name
 
 
 @OVER_FAMILY
-def test_dtypes_mix_in_one_optimizer(optimizer) -> None:
-    pairs = [(torch.float64, torch.float32), (torch.bfloat16, torch.float64)]
-    for dtypes in pairs:
+def test_one_optimizer_may_mix_dtypes(optimizer) -> None:
+    for dtypes in ((torch.float64, torch.float32), (torch.bfloat16, torch.float64)):
         for problem in problems(optimizer, dtypes=dtypes):
             maximize = problem.optimizer.param_groups[0]["maximize"]
             before = problem.loss().item()
@@ -425,30 +424,30 @@ def test_gradients_are_not_written(optimizer) -> None:
             assert [p.grad._version for p in problem.params] == versions
 
 
-# Muon's own options and amsgrad, which no member has; a complaint of torch's own foreach
-NOT_OURS = ("ns_steps", "ns_coefficients", "adjust_lr_fn", "amsgrad", "foreach")
-OTHER_TYPE = {"RuntimeError": "ValueError"}  # complex parameters: refused when they are added
+# Options that only torch's Muon and AdamW have, and an error of torch's foreach.
+UNSUPPORTED = ("ns_steps", "ns_coefficients", "adjust_lr_fn", "amsgrad", "foreach")
+OTHER_ERRORS = {"RuntimeError": "ValueError"}  # complex parameters: rejected when they are added
 
 
 @OVER_FAMILY
-def test_torchs_bad_inputs_are_refused(optimizer) -> None:
+def test_torchs_bad_inputs_are_rejected(optimizer) -> None:
     checked = 0
-    for case in invalid():
-        if any(key in case.arguments for key in NOT_OURS):
+    for case in invalid_inputs():
+        if any(key in case.arguments for key in UNSUPPORTED):
             continue
-        wanted = OTHER_TYPE.get(case.error, case.error)
+        expected = OTHER_ERRORS.get(case.error, case.error)
         params = [parameter(3, 3)] if case.params is None else case.params
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             with pytest.raises((ValueError, TypeError, UserWarning)) as raised:
                 optimizer(params, **case.arguments)
-        assert raised.type.__name__ == wanted, case.description
+        assert raised.type.__name__ == expected, case.description
         checked += 1
     assert checked >= 10
 
 
 @OVER_FAMILY
 @pytest.mark.parametrize("key", ["ns_steps", "ns_coefficients", "adjust_lr_fn", "amsgrad"])
-def test_options_of_other_optimizers_are_refused_by_name(optimizer, key) -> None:
+def test_options_of_other_optimizers_are_rejected_by_name(optimizer, key) -> None:
     with pytest.raises(TypeError, match=key):
         optimizer([parameter(3, 3)], **{key: 1})

@@ -1,6 +1,6 @@
-"""What a parameter means and holds.
+"""What a parameter means and what is stored for it.
 
-plan and roles sort a model's parameters; options says what a group may hold; layout reads a
-parameter as matrices; stacks opens them for a step; state and loading keep what is stored between
-steps; rounding writes 16-bit weights.
+plan and roles sort a model's parameters; options defines and checks param groups; layout reads a
+parameter as matrices; stacks prepares them for a step; state and loading create and load optimizer
+state; rounding writes 16-bit weights.
 """

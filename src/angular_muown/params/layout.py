@@ -1,9 +1,10 @@
-"""Layouts: what a parameter means, as matrices.
+"""Layouts: how to read a parameter as matrices.
 
-It is declared in the parameter's group, never guessed from its shape:
-`view` ("matrix", "stack": leading dimensions count matrices, "conv": out x rest), `transposed`
-(stored as in x out), `blocks` (rows cut in k equal parts or the given sizes: fused q, k, v, gated
-MLPs, heads) and `column_blocks` (columns cut likewise: the heads of an output projection).
+A layout is declared in the parameter's group, never guessed from its shape:
+`view` ("matrix"; "stack": leading dimensions count matrices; "conv": out x rest), `transposed`
+(stored as in x out), `blocks` (split the rows into k equal blocks or the given sizes: fused
+q, k, v, gated MLPs, heads) and `column_blocks` (the same for columns: heads of an output
+projection).
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ Interval = tuple[int, int]
 
 
 class Slice2D(NamedTuple):
-    """Which rows and columns of matrices (m, n) a part has."""
+    """The rows and columns of an m x n matrix that a part covers."""
 
     rows: Interval
     columns: Interval
@@ -33,19 +34,22 @@ class Slice2D(NamedTuple):
         return (self.rows[1] - self.rows[0]) * (self.columns[1] - self.columns[0])
 
     def of_block(self, block: "Slice2D") -> "Slice2D":
-        """What of a block of those matrices is in the part, counted from the block's corner."""
+        """Return the part of `block` inside this slice, relative to the block's corner."""
         rows = _overlap(block.rows, self.rows)
         columns = _overlap(block.columns, self.columns)
         return Slice2D(rows, columns, block.m, block.n)
 
 
 def vector_axes(name: str) -> tuple[bool, bool]:
-    """Whether a state vector has an entry for every row, for every column. Its name says so:
-    "column_..." has one per column, "matrix_..." one for a whole matrix, any other one per row."""
+    """Return whether a state vector has an entry per row, and whether it has one per column.
+
+    "column_..." has one entry per column, "matrix_..." one per matrix, any other name one per row.
+    """
     return not name.startswith(("column_", "matrix_")), name.startswith("column_")
 
 
 def block_sizes(total: int, cut: Cut) -> list[int]:
+    """Return the sizes of the blocks that `total` rows (columns) are cut into."""
     if isinstance(cut, int):
         if cut < 1 or total % cut:
             raise ValueError(f"{total} does not divide into {cut} equal blocks")
@@ -53,7 +57,7 @@ def block_sizes(total: int, cut: Cut) -> list[int]:
     if min(cut, default=0) < 1:
         raise ValueError(f"block sizes {list(cut)} must all be at least 1")
     if sum(cut) != total:
-        raise ValueError(f"block sizes {list(cut)} add up to {sum(cut)}, not to {total}")
+        raise ValueError(f"block sizes {list(cut)} add up to {sum(cut)}, not {total}")
     return list(cut)
 
 
@@ -63,8 +67,8 @@ def _overlap(block: Interval, part: Interval) -> Interval:
     return start - block[0], stop - block[0]
 
 
-def _within(part: Interval, total: int, cut: Cut) -> list[int]:
-    """How many rows (columns) of each block are in the part."""
+def _sizes_within(part: Interval, total: int, cut: Cut) -> list[int]:
+    """Return how many rows (columns) of each block lie in the part."""
     clipped = [_overlap(block, part) for block in _intervals(block_sizes(total, cut))]
     return [stop - start for start, stop in clipped]
 
@@ -75,7 +79,10 @@ def _intervals(sizes: Sequence[int]) -> list[Interval]:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the parameters of one group fall into matrices."""
+    """How the parameters of one group are read as matrices.
+
+    Error messages have no subject: the caller prepends the parameter's name.
+    """
 
     view: str = "matrix"
     transposed: bool = False
@@ -85,12 +92,12 @@ class Layout:
     @staticmethod
     def of(group: Mapping[str, Any]) -> "Layout":
         cuts = (group["blocks"] or 1, group["column_blocks"] or 1)
-        # tuples, because layouts are keys of caches; a state dict's are lists
+        # Tuples, because layouts are cache keys; a loaded state dict may hold lists.
         rows, columns = (cut if isinstance(cut, int) else tuple(cut) for cut in cuts)
         return Layout(group["view"], group["transposed"], rows, columns)
 
     def canonical(self, t: Tensor) -> Tensor:
-        """(count, m, n) with fan-out rows; a view of t wherever its strides allow one."""
+        """Return t as (count, m, n) with fan-out rows, as a view if its strides allow one."""
         if self.view == "conv":
             t = t.flatten(1)
         if self.transposed:
@@ -98,33 +105,33 @@ class Layout:
         return t.unsqueeze(0) if t.ndim == 2 else t.flatten(0, -3)
 
     def axis(self, dimension: int, dimensions: int) -> str:
-        """Whether a dimension of a parameter counts matrices, rows or columns."""
-        matrix = dimension - (dimensions - 2 if self.view == "stack" else 0)
-        if self.view == "conv" and matrix > 1:
+        """Return what a parameter's dimension counts: "count" (matrices), "rows" or "columns"."""
+        matrix_dim = dimension - (dimensions - 2 if self.view == "stack" else 0)
+        if self.view == "conv" and matrix_dim > 1:
             raise ValueError(
-                f"is spread over ranks along dimension {dimension}, inside the kernel of a "
-                "convolution: shard dimension 0 or 1"
+                f"is sharded along dimension {dimension}, inside the kernel of a convolution: "
+                "shard dimension 0 or 1"
             )
-        if matrix < 0:
+        if matrix_dim < 0:
             return "count"
-        return "columns" if (matrix == 1) != self.transposed else "rows"
+        return "columns" if (matrix_dim == 1) != self.transposed else "rows"
 
     def window(self, ranges: Sequence[Interval], shape: Sequence[int]) -> Slice2D:
-        """The part of a parameter's matrices that lies in these ranges of its dimensions."""
+        """Return the part of a parameter's matrices within these ranges of its dimensions."""
         first, second = (0, 1) if self.view == "conv" else (-2, -1)
         unit = prod(shape[2:]) if self.view == "conv" else 1
         start, stop = ranges[second]
-        found = [(ranges[first], shape[first]), ((start * unit, stop * unit), shape[second] * unit)]
-        (rows, m), (columns, n) = reversed(found) if self.transposed else found
+        sides = [(ranges[first], shape[first]), ((start * unit, stop * unit), shape[second] * unit)]
+        (rows, m), (columns, n) = reversed(sides) if self.transposed else sides
         return Slice2D(rows, columns, m, n)
 
     def sides(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Rows and columns of a parameter's matrices, before they are cut into blocks."""
+        """Return rows and columns of a parameter's matrices, before the cut into blocks."""
         whole = self.window([(0, size) for size in shape], shape)
         return whole.m, whole.n
 
     def grid(self, m: int, n: int) -> list[Slice2D]:
-        """The blocks of an m x n matrix, in the order of the pieces of `cut` with a window."""
+        """Return the blocks of an m x n matrix, in the order of `cut` with a window."""
         rows, columns = block_sizes(m, self.blocks), block_sizes(n, self.column_blocks)
         return [
             Slice2D(a, b, a[1] - a[0], b[1] - b[0])
@@ -133,20 +140,24 @@ class Layout:
         ]
 
     def cut(self, t: Tensor, window: Slice2D | None = None) -> list[Tensor]:
-        """The matrices of a parameter, gradient or momentum: views of (count, m_i, n_i); or the
-        parts of them that lie in a window, which is all of t. Parts may be empty."""
+        """Cut a parameter, gradient or momentum into its matrices: views (count, m_i, n_i).
+
+        With a window, t holds only that part of the matrices. Its cuts may then be empty.
+        """
         return self._cut(self.canonical(t), True, True, window)
 
     def cut_vector(self, t: Tensor, name: str = "", window: Slice2D | None = None) -> list[Tensor]:
-        """The same cut of a state vector: where it does not span the rows (columns), it has one
-        row (column) for each block."""
+        """Cut a state vector the same way.
+
+        A vector without an entry per row (column) has one row (column) per block.
+        """
         X = t.unsqueeze(0) if t.ndim == 2 else t.flatten(0, -3)
         return self._cut(X, *vector_axes(name), window)
 
     def _cut(
         self, X: Tensor, by_row: bool, by_column: bool, window: Slice2D | None
     ) -> list[Tensor]:
-        if self.blocks == 1 and self.column_blocks == 1:  # nearly every parameter: spare the host
+        if self.blocks == 1 and self.column_blocks == 1:  # the usual case, kept cheap
             return [X]
         count, m, n = X.shape
         row_cut = self.blocks if by_row else m
@@ -154,18 +165,18 @@ class Layout:
         if window is None:
             rows, columns = block_sizes(m, row_cut), block_sizes(n, column_cut)
         else:
-            rows = _within(window.rows, window.m, row_cut) if by_row else [1] * m
-            columns = _within(window.columns, window.n, column_cut) if by_column else [1] * n
-        # Equal blocks of rows are one piece with more matrices, as long as that is a view; it is
-        # none for a stack whose matrices lie transposed.
+            rows = _sizes_within(window.rows, window.m, row_cut) if by_row else [1] * m
+            columns = _sizes_within(window.columns, window.n, column_cut) if by_column else [1] * n
+        # Equal row blocks become one piece with more matrices if that is a view, which it is not
+        # for a stack of transposed matrices.
         equal = isinstance(self.blocks, int) or len(set(self.blocks)) == 1
-        view = equal and len(columns) == 1 and not (self.transposed and self.view == "stack")
-        if view and window is None:
+        is_view = equal and len(columns) == 1 and not (self.transposed and self.view == "stack")
+        if is_view and window is None:
             return [X.reshape(count * len(rows), rows[0], n)]
         return [b for a in X.split(rows, dim=1) for b in a.split(columns, dim=2)]
 
     def vector_shape(self, t: Tensor, name: str = "") -> tuple[int, ...]:
-        """Shape of a state vector that belongs to t: (..., m, number of column blocks) for rows."""
+        """Return the shape of a state vector of t: (..., m, column blocks) if it is per row."""
         X = self.canonical(torch.empty(t.shape, device="meta"))
         leading = t.shape[:-2] if self.view == "stack" else ()
         (by_row, by_column), (rows, columns) = vector_axes(name), self._sizes(X)
@@ -173,14 +184,14 @@ class Layout:
         return (*leading, m if by_row else len(rows), n if by_column else len(columns))
 
     def check(self, t: Tensor) -> None:
-        """Raise ValueError where t cannot be read this way."""
+        """Raise ValueError if t cannot be read this way."""
         if self.view == "matrix" and t.ndim != 2:
             raise ValueError(
                 "has more than 2 dimensions: declare view='stack' for a stack of matrices "
                 "(..., m, n), such as experts, or view='conv' for a convolution (out, in, ...)"
             )
         if self.view == "stack" and t.ndim < 3:
-            raise ValueError("has no leading dimension: view='stack' wants (..., m, n)")
+            raise ValueError("has no leading dimension: view='stack' expects (..., m, n)")
         self._sizes(self.canonical(torch.empty(t.shape, device="meta")))
 
     def _sizes(self, X: Tensor) -> tuple[list[int], list[int]]:

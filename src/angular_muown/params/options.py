@@ -1,6 +1,6 @@
-"""What a param group may hold: defaults, checks, and the numbers of a step that follow from it.
+"""Param groups: their options, defaults and checks.
 
-An error names the key or the parameter, shows the value and says what would be right.
+An error names the key or the parameter, shows the value and says what is valid.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from angular_muown.params.layout import VIEWS, Cut, Layout
-from angular_muown.params.roles import FSDP1, is_a, what_flattened
+from angular_muown.params.roles import FSDP1, flattened_by, is_a
 from angular_muown.schedules import WINDOWS, is_number, is_window
 from angular_muown.stages.orthogonalize import ORTHOGONALIZERS
 from angular_muown.stages.radius import RADII
@@ -41,12 +41,12 @@ class CommonOptions(TypedDict, total=False):
             copies (of at least 2^24 elements at a time) and matrices in transit between ranks.
         average: keep an average of recent weights for `with optimizer.averaged():`, over a fraction
             of the steps so far (0.1: about the last tenth) or over a number of steps. None keeps
-            none. It takes 4 bytes per parameter and does not change the training.
+            none. It takes 4 bytes per parameter and does not affect training.
         process_group: ranks that hold copies of plain parameters (DDP) and share the work. None is
-            the default group (on a GPU every rank works by itself), False is every rank by itself.
-            DTensors (FSDP2, tensor parallel) bring their own ranks.
+            the default group (on a GPU every rank works alone); False makes every rank work alone.
+            DTensors (FSDP2, tensor parallel) define their own ranks.
         wire_dtype: dtype of matrices in transit between ranks, "float32", "float64" or "bfloat16";
-            None is the one the polar factor is computed in.
+            None is the dtype the polar factor is computed in.
     """
 
     momentum: float
@@ -84,7 +84,7 @@ class Group(CommonOptions, total=False):
 
     params: Required[list[Tensor]]
     param_names: list[str]
-    family: str  # the member that the state belongs to
+    family: str  # the optimizer that the state belongs to
     algorithm: str
     view: str
     transposed: bool
@@ -93,7 +93,7 @@ class Group(CommonOptions, total=False):
     lr: Required[float | Tensor]
     base_lr: float  # lr when the group was added: radius_lr is relative to it
     step: int | Tensor  # steps taken: kappa's clock
-    averaged: int | Tensor  # steps that the averages have seen
+    averaged: int | Tensor  # steps included in the averages
     weight_decay: float
     scale: str
     orthogonalize: str
@@ -104,15 +104,13 @@ class Group(CommonOptions, total=False):
     row_beta: float | None
     radius: str
     radius_lr: float | None
-    foreach: bool | None  # of AdamW groups
+    foreach: bool | None  # AdamW groups only, like fused
     fused: bool | None
 
 
-Values = Mapping[str, Any]  # of a group that may be incomplete, or not checked yet
+Values = Mapping[str, Any]  # a group that may be incomplete or unchecked
 
-
-# What a group holds if nobody sets it. `process_group` belongs to the optimizer as a whole.
-CONSTRUCTOR_KEYS = ("process_group",)
+CONSTRUCTOR_KEYS = ("process_group",)  # one value for the whole optimizer, not per group
 ENGINE_DEFAULTS: dict[str, Any] = {
     **{key: value for key, value in COMMON_DEFAULTS.items() if key not in CONSTRUCTOR_KEYS},
     "weight_decay": 0.0,
@@ -127,9 +125,11 @@ ENGINE_DEFAULTS: dict[str, Any] = {
 
 
 def normalize_group(group: Values, defaults: Values, kind: Any) -> dict[str, Any]:
-    """A copy, so that one plan can serve several optimizers, with names and numbers only. The
-    member's name goes along, so that another's state is recognised; a subclass of the user's counts
-    as its parent."""
+    """Return a copy of a group with plain values only, labelled with the optimizer's family.
+
+    A copy, so that one plan can serve several optimizers. The family identifies the optimizer that
+    saved a state; a user's subclass counts as its parent.
+    """
     group = {**plain_values(group), "family": kind.family or kind.__name__}
     dtype = group.get("state_dtype", defaults["state_dtype"])
     if isinstance(dtype, torch.dtype):
@@ -138,13 +138,12 @@ def normalize_group(group: Values, defaults: Values, kind: Any) -> dict[str, Any
 
 
 def plain_values(group: Values) -> dict[str, Any]:
-    """The same values with Python's own numbers: `torch.load(weights_only=True)` reads no others,
-    such as NumPy's."""
+    """Convert a group's numbers to Python's: `torch.load(weights_only=True)` rejects NumPy's."""
     return {k: v if k in ("params", "param_names") else plain_value(v) for k, v in group.items()}
 
 
 def plain_value(value: Any) -> Any:
-    """A number of any library's as Python's own, also inside of lists; other things as they are."""
+    """Convert a number of any library to Python's, also in lists; return other values unchanged."""
     if type(value) in (list, tuple):
         return type(value)(plain_value(x) for x in value)
     if isinstance(value, bool | str | Tensor):
@@ -154,15 +153,17 @@ def plain_value(value: Any) -> Any:
     if isinstance(value, Real):
         return float(value)
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
-        return value.item()  # its bool, which is not a number, and arrays of one
+        return value.item()  # NumPy's bool, which is not a Real, and 0-dimensional arrays
     return value
 
 
-def rates(group: Group, dtype: torch.dtype) -> tuple[float | Tensor, float | Tensor]:
-    """The learning rates of directions and radii now: `radius_lr` is given for the lr that the
-    group started with and follows every schedule of lr."""
+def learning_rates(group: Group, dtype: torch.dtype) -> tuple[float | Tensor, float | Tensor]:
+    """Return the current learning rates of directions and radii.
+
+    `radius_lr` is relative to the lr that the group started with, so it follows lr's schedule.
+    """
     lr = group["lr"]
-    if isinstance(lr, Tensor):  # a scalar whose dtype does not spread
+    if isinstance(lr, Tensor):  # 0-dimensional, so that it does not promote other dtypes
         lr = lr.to(dtype).reshape(())
     if group.get("radius_lr") is None:
         return lr, lr
@@ -170,35 +171,38 @@ def rates(group: Group, dtype: torch.dtype) -> tuple[float | Tensor, float | Ten
 
 
 def seed(group: Group) -> int | Tensor | None:
-    """Of the step's stochastic rounding; None rounds to nearest."""
+    """Return the seed of this step's stochastic rounding; None rounds to nearest."""
     return group["step"] if group["write_back"] == "stochastic" else None
 
 
-OWN_TO_EACH = ("params", "param_names")
-EVERY_STEP = ("lr", "step", "averaged")  # change from step to step
+PARAMETER_KEYS = ("params", "param_names")
+CHANGING_KEYS = ("lr", "step", "averaged")  # these change from step to step
 
 
-def alike(groups: Sequence[Group]) -> list[tuple[Any, list[int]]]:
-    """Find groups that differ in nothing but their parameters: one step can move all of them, so
-    that a group for each parameter costs no time.
+def equal_groups(groups: Sequence[Group]) -> list[tuple[Any, list[int]]]:
+    """Find groups that differ only in their parameters.
 
-    Return a key for the settings that rarely change, and the indices of the groups, for each set of
-    equal ones in the order of their first."""
-    found: dict[Any, list[int]] = {}
+    One update moves all of them, so a group per parameter costs no extra time. Return for each set
+    of equal groups, in order of the first, a key for the settings that rarely change and the
+    groups' indices.
+    """
+    sets: dict[Any, list[int]] = {}
     for index, group in enumerate(groups):
         settings = frozenset(
             (name, _key(x))
             for name, x in group.items()
-            if name not in OWN_TO_EACH and name not in EVERY_STEP
+            if name not in PARAMETER_KEYS and name not in CHANGING_KEYS
         )
-        changing = tuple(_key(group.get(name)) for name in EVERY_STEP)
-        found.setdefault((settings, changing), []).append(index)
-    return [(settings, indices) for (settings, _), indices in found.items()]
+        changing = tuple(_key(group.get(name)) for name in CHANGING_KEYS)
+        sets.setdefault((settings, changing), []).append(index)
+    return [(settings, indices) for (settings, _), indices in sets.items()]
 
 
 def _key(value: Any) -> Any:
-    """Equal where values are. A value that cannot be compared is equal to itself alone, as a tensor
-    is, whose hash is its identity."""
+    """Return a hashable key for a value.
+
+    An unhashable value, like a tensor, equals only itself.
+    """
     key = tuple(value) if isinstance(value, list) else value
     try:
         hash(key)
@@ -209,11 +213,11 @@ def _key(value: Any) -> Any:
 
 ALGORITHMS = ("matrix", "adamw")
 WRITE_BACKS = ("stochastic", "master")
-# Options of version 0.1 that brought nothing (docs/log.md), with the values that turned them off.
+# Options of version 0.1 that did not help (docs/log.md), with the values that turned them off.
 REMOVED = {
     "tangent_momentum": False,
     "exact_angle": False,
-    "row_beta": None,  # of AngularMuown; NorMuon and NorMuown have it
+    "row_beta": None,  # only AngularMuown's; NorMuon and NorMuown have it
     "column_gains": False,
 }
 FOREIGN_KEYS = (
@@ -221,13 +225,13 @@ FOREIGN_KEYS = (
     *("initial_lr", "max_lr", "min_lr"),
 )
 WIRE_DTYPES = (None, "float32", "float64", "bfloat16")  # float16 would lose small entries
-# nor float16, whose range ends at 6e-8 and 65,504: gradients leave it, and momentum with them
+# No float16: gradients, and momentum with them, leave its range of 6e-8 to 65,504.
 STATE_DTYPES = (None, "float32", "float64", "bfloat16")
 
 
-def _is_rate(x: Any) -> bool:
+def _is_nonnegative(x: Any) -> bool:
     if isinstance(x, Tensor):
-        return x.numel() == 1 and not x.is_meta and _is_rate(x.item())
+        return x.numel() == 1 and not x.is_meta and _is_nonnegative(x.item())
     return is_number(x) and x >= 0
 
 
@@ -250,35 +254,38 @@ def _is_cut(x: Any) -> bool:
 
 
 def _one_of(names: Any) -> tuple[Callable[[Any], bool], str]:
-    known = tuple(names)  # of strings and None: others may not compare
-    return (lambda x: isinstance(x, str | None) and x in known), (
+    valid = tuple(names)  # strings and None: comparing other types may raise
+    return (lambda x: isinstance(x, str | None) and x in valid), (
         "one of " + ", ".join(map(repr, names))
     )
 
 
-_RATE = (_is_rate, "a finite number >= 0")
+_NONNEGATIVE = (_is_nonnegative, "a finite number >= 0")
 _FRACTION = (_is_fraction, "a number in [0, 1)")
 _BOOL = (_is_bool, "True or False")
 _COUNT = (is_count, "an integer >= 0")
-_FLAG = (lambda x: x is None or _is_bool(x), "None, True or False")
+_OPTIONAL_BOOL = (lambda x: x is None or _is_bool(x), "None, True or False")
 _CUT = (_is_cut, "None, a number of equal blocks >= 1, or a list of block sizes")
 
 RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "lr": (_is_rate, "a finite number >= 0, or a tensor with one such element"),
+    "lr": (_is_nonnegative, "a finite number >= 0, or a tensor with one such element"),
     "momentum": _FRACTION,
     "nesterov": _BOOL,
     "betas": (
         lambda x: isinstance(x, list | tuple) and len(x) == 2 and all(map(_is_fraction, x)),
         "two numbers in [0, 1)",
     ),
-    "eps": _RATE,
+    "eps": _NONNEGATIVE,
     "warmup_steps": _COUNT,
-    "decay_scale": _RATE,
-    "decay_degree": _RATE,
+    "decay_scale": _NONNEGATIVE,
+    "decay_degree": _NONNEGATIVE,
     "row_beta": (lambda x: x is None or _is_fraction(x), "None or a number in [0, 1)"),
     "tangent_steps": _COUNT,
-    "radius_lr": (lambda x: x is None or _is_rate(x), "None (follow lr) or a finite number >= 0"),
-    "weight_decay": _RATE,
+    "radius_lr": (
+        lambda x: x is None or _is_nonnegative(x),
+        "None (follow lr) or a finite number >= 0",
+    ),
+    "weight_decay": _NONNEGATIVE,
     "maximize": _BOOL,
     "capturable": _BOOL,
     "workspace": (lambda x: is_number(x) and x > 0, "a number > 0: 0.25 for a quarter"),
@@ -296,19 +303,23 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "column_blocks": _CUT,
     "step": _COUNT,
     "averaged": _COUNT,
-    "base_lr": _RATE,
-    "fused": _FLAG,
-    "foreach": _FLAG,
+    "base_lr": _NONNEGATIVE,
+    "fused": _OPTIONAL_BOOL,
+    "foreach": _OPTIONAL_BOOL,
 }
 
 
-def check_no_model(params: Any, family: str) -> None:
+def check_not_model(params: Any, family: str) -> None:
     if isinstance(params, nn.Module):
         raise TypeError(f"{family} got a model: pass plan(model), which sorts its parameters")
 
 
 def check_keys(group: Values, defaults: Mapping[str, Any], family: str) -> None:
-    """Frameworks keep keys of their own in groups; a slip of the pen would be one of those."""
+    """Check the keys of a new group.
+
+    Frameworks store keys of their own in groups, so unknown keys are allowed, but likely typos are
+    not.
+    """
     if not isinstance(group, dict) or "params" not in group:
         raise TypeError(f"a param group must be a dict with the key 'params', not {group!r}")
     for key in group:
@@ -316,8 +327,8 @@ def check_keys(group: Values, defaults: Mapping[str, Any], family: str) -> None:
             raise TypeError(f"the key {key!r} in a group is not a string")
         if key in CONSTRUCTOR_KEYS:
             raise ValueError(
-                f"{key}={group[key]!r} in a group: it is an argument of the constructor, one value "
-                "for all groups"
+                f"{key}={group[key]!r} in a group: pass it to the constructor, one value for all "
+                "groups"
             )
         if is_removed(key, group[key], defaults):
             continue
@@ -325,42 +336,42 @@ def check_keys(group: Values, defaults: Mapping[str, Any], family: str) -> None:
             raise ValueError(f"{key}={group[key]!r}: {family} has no {key}")
         if key not in defaults and key not in FOREIGN_KEYS:
             for near in get_close_matches(key, defaults, n=1, cutoff=0.85):
-                raise ValueError(f"{key}={group[key]!r} is no option: did you mean {near}?")
+                raise ValueError(f"{key}={group[key]!r} is not an option: did you mean {near}?")
 
 
 def is_removed(key: str, value: Any, defaults: Mapping[str, Any]) -> bool:
-    """Whether an older version had this option; raise ValueError if it was on."""
+    """True if this option was removed; raise ValueError if it is turned on."""
     if key not in REMOVED or key in defaults:
         return False
     if value is not REMOVED[key]:
         raise ValueError(
-            f"{key}={value!r}: this option was removed, because no run was better with it; leave "
+            f"{key}={value!r}: this option was removed, because it did not improve any run; leave "
             "it out, or use angular-muown 0.1 to continue such a run"
         )
     return True
 
 
-def listed(params: Any) -> Any:
-    """A group's parameters, which may come from a generator; torch says what else they may be."""
+def parameter_list(params: Any) -> Any:
+    """Return a group's parameters as a list of leaf tensors. torch checks the rest."""
     if isinstance(params, Tensor | set):
         return params
     if not isinstance(params, Iterable):
         raise TypeError(f"params={params!r} in a group: it must be a list of parameters")
-    found = list(params)
-    for i, entry in enumerate(found):
+    entries = list(params)
+    for i, entry in enumerate(entries):
         name, p = entry if isinstance(entry, tuple) and len(entry) == 2 else (f"params[{i}]", entry)
         if isinstance(p, Tensor) and not (p.is_leaf or p.retains_grad):
             raise ValueError(
                 f"parameter {name!r} (shape {tuple(p.shape)}) is the result of a computation, not "
                 "a leaf: pass the tensor that it was computed from, or p.detach()"
             )
-    return found
+    return entries
 
 
 def check_values(group: Values) -> None:
-    for key, (is_valid, wanted) in RULES.items():
+    for key, (is_valid, expected) in RULES.items():
         if key in group and not is_valid(group[key]):
-            raise ValueError(f"{key}={group[key]!r} is not valid: it must be {wanted}")
+            raise ValueError(f"{key}={group[key]!r} is not valid: it must be {expected}")
     if group.get("fused") and group.get("foreach"):
         raise ValueError("fused=True with foreach=True: choose one of torch's implementations")
     if group["algorithm"] == "matrix":
@@ -368,21 +379,21 @@ def check_values(group: Values) -> None:
 
 
 def check_foreach(group: Values) -> None:
-    """What torch's AdamW would refuse at the step, after others have moved."""
+    """Reject what torch's AdamW would reject during the step, after other parameters moved."""
     if group["algorithm"] != "adamw" or not group.get("foreach"):
         return
-    recorded = group["capturable"] and all(p.is_cuda for p in group["params"])
-    if not recorded and (group["capturable"] or isinstance(group["lr"], Tensor)):
+    takes_tensors = group["capturable"] and all(p.is_cuda for p in group["params"])
+    if not takes_tensors and (group["capturable"] or isinstance(group["lr"], Tensor)):
         raise ValueError(
             f"lr={group['lr']!r} with foreach=True and capturable={group['capturable']}: torch's "
-            "foreach takes a tensor only with capturable=True and on a GPU; use a plain number, or "
-            "leave out foreach"
+            "foreach takes a tensor lr only with capturable=True and on a GPU; use a plain number, "
+            "or leave out foreach"
         )
 
 
 def _check_combinations(group: Values) -> None:
-    """Values of a group of matrices that are valid by themselves."""
-    start = "base_lr" if "base_lr" in group else "lr"  # a schedule may have brought lr to 0 since
+    """Check values of a matrix group that are valid on their own but not together."""
+    start = "base_lr" if "base_lr" in group else "lr"  # a schedule may have set lr to 0 since
     if group.get("radius_lr") is not None and float(group[start]) == 0:
         raise ValueError(
             f"radius_lr={group['radius_lr']!r} with {start}={group[start]!r}: radius_lr is "
@@ -390,19 +401,19 @@ def _check_combinations(group: Values) -> None:
         )
     if group.get("orthogonalize") == TANGENT and "tangent_steps" not in group:
         raise ValueError(
-            f"orthogonalize={TANGENT!r} is for AngularMuown alone: choose one of "
+            f"orthogonalize={TANGENT!r} is for AngularMuown only: choose one of "
             + ", ".join(map(repr, ORTHOGONALIZERS))
         )
 
 
 def check_process_group(group: Any) -> Any:
-    """None, False, or a group that this rank is in."""
+    """Return `group` if it is None, False or a process group that this rank belongs to."""
     if group is None or group is False:
         return group
     if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
         raise ValueError(
             f"process_group={group!r} is not valid: it must be None (the default group), False "
-            "(every rank by itself) or a process group that this rank belongs to"
+            "(every rank works alone) or a process group that this rank belongs to"
         )
     return group
 
@@ -410,56 +421,59 @@ def check_process_group(group: Any) -> Any:
 def check_copy(process_group: Any) -> None:
     if process_group:
         raise TypeError(
-            "an optimizer with a process_group cannot be copied or pickled, because the group "
-            "cannot: make another with the same groups, and load its state_dict"
+            "an optimizer with a process_group cannot be copied or pickled, because the process "
+            "group cannot: create another with the same param groups, and load the state_dict"
         )
 
 
 def parameter_names(group: Values, index: int) -> list[str]:
-    """A name for each parameter of a group, for errors and reports."""
+    """Return a name for each parameter of a group, for errors and reports."""
     if "param_names" in group:
         return list(group["param_names"])
     return [f"param_groups[{index}]['params'][{i}]" for i in range(len(group["params"]))]
 
 
-# FSDP1 and ZeRO hand out flat pieces of many weights, and the rows of a matrix are gone.
-UNFLATTENED = {
+# FSDP1 and ZeRO flatten weights into shared buffers, so the rows of a matrix are lost.
+FLATTENING_REMEDIES = {
     "FSDP1": "use FSDP2 (torch.distributed.fsdp.fully_shard), which keeps their shapes",
     "DeepSpeed": 'use ZeRO stage 0 ("zero_optimization": {"stage": 0}), or FSDP2 (fully_shard)',
 }
 
 
 def check_model(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> None:
-    """Before parameters are sorted: flat ones would look like vectors."""
+    """Reject flattened parameters before they are sorted: they would look like vectors."""
     for path, module in model.named_modules():
         if is_a(module, FSDP1):
             raise ValueError(
                 f"module '{path or type(module).__name__}' is wrapped by FSDP1, which flattens "
-                f"matrices: {UNFLATTENED['FSDP1']}"
+                f"matrices: {FLATTENING_REMEDIES['FSDP1']}"
             )
     for name, p in named:
         _check_not_flat(p, f"parameter {name!r} (shape {tuple(p.shape)})")
 
 
 def _check_not_flat(p: Tensor, label: str) -> None:
-    culprit = what_flattened(p)
-    if culprit is not None:
-        raise ValueError(f"{label} was flattened by {culprit}: {UNFLATTENED[culprit]}")
+    framework = flattened_by(p)
+    if framework is not None:
+        remedy = FLATTENING_REMEDIES[framework]
+        raise ValueError(f"{label} was flattened by {framework}: {remedy}")
 
 
 def check_parameter(p: Tensor, name: str, group: Values) -> None:
-    """A parameter in a group for matrices has to be readable as matrices."""
+    """Check that a parameter is real and, in a matrix group, can be read as matrices."""
     label = f"parameter {name!r} (shape {tuple(p.shape)}, {p.dtype}, {p.layout})"
-    elsewhere = "put it into a group with algorithm='adamw', or let plan(model) sort it"
     _check_not_flat(p, label)
     if p.is_complex() or not p.is_floating_point():
-        raise ValueError(f"{label} is not real floating point: leave it to another optimizer")
+        raise ValueError(f"{label} is not real floating point: use another optimizer for it")
     if group["algorithm"] == "adamw":
         return
     if p.layout != torch.strided:
         raise ValueError(f"{label} is not dense: use p.to_dense()")
     if p.ndim < 2:
-        raise ValueError(f"{label} is no matrix: {elsewhere}")
+        raise ValueError(
+            f"{label} is not a matrix: put it in a group with algorithm='adamw', or let "
+            "plan(model) sort it"
+        )
     if p.numel() == 0:
         raise ValueError(f"{label} has no elements: leave it out")
     try:
@@ -469,17 +483,21 @@ def check_parameter(p: Tensor, name: str, group: Values) -> None:
 
 
 def with_gradient(group: Values, index: int) -> list[Tensor]:
-    """The group's parameters that have a gradient. Looked at before anything moves: a step is taken
-    by all parameters or by none. Once for every parameter and step: it is short for the host."""
-    found, matrices = [], group["algorithm"] == "matrix"
+    """Return the group's parameters that have a gradient, after checking them.
+
+    The check comes before anything moves: a step moves all parameters or none. It runs for every
+    parameter at every step, so it must be cheap.
+    """
+    params, matrices = [], group["algorithm"] == "matrix"
     for i, p in enumerate(group["params"]):
-        if matrices and p.ndim < 2:  # it had more when it was added
+        if matrices and p.ndim < 2:  # it was a matrix when it was added
             names = parameter_names(group, index)
             others = f" and {len(names) - 1} others" if len(names) > 1 else ""
             raise ValueError(
-                f"a flat tensor of shape {tuple(p.shape)} took the place of matrices in group "
-                f"{index}, which was made of {names[0]!r}{others}. Under FSDP1: "
-                f"{UNFLATTENED['FSDP1']}. Under DeepSpeed: {UNFLATTENED['DeepSpeed']}"
+                f"a flat tensor of shape {tuple(p.shape)} has replaced the matrices of group "
+                f"{index}, which was created with {names[0]!r}{others}. Under FSDP1: "
+                f"{FLATTENING_REMEDIES['FSDP1']}. Under DeepSpeed: "
+                f"{FLATTENING_REMEDIES['DeepSpeed']}"
             )
         grad = p.grad
         if grad is None:
@@ -487,27 +505,30 @@ def with_gradient(group: Values, index: int) -> list[Tensor]:
         if grad.layout is not torch.strided:
             raise ValueError(
                 f"parameter {parameter_names(group, index)[i]!r} (shape {tuple(p.shape)}) has a "
-                f"{grad.layout} gradient: only dense ones are supported; for an embedding set "
+                f"{grad.layout} gradient: only dense gradients are supported; for an embedding set "
                 "sparse=False"
             )
-        found.append(p)
-    return found
+        params.append(p)
+    return params
 
 
 def check_clock(group: Values, index: int) -> None:
-    """The numbers of a group that every step reads, and that users and schedulers write. A tensor
-    on the device is not waited for."""
+    """Check the numbers that every step reads and that users and schedulers write.
+
+    A tensor's value is not read: that would wait for the device.
+    """
     for key in ("step", "averaged"):
         value = group.get(key)
         if type(value) is not int or value < 0:
             _check_number(group, index, key, _is_clock, "an integer >= 0")
     if type(group.get("lr")) is not float or not isfinite(group["lr"]):
-        _check_number(group, index, "lr", _is_finite, "a finite number or a tensor with one")
+        expected = "a finite number or a tensor with one element"
+        _check_number(group, index, "lr", _is_finite, expected)
     if group.get("radius_lr") is not None and group["algorithm"] == "matrix":
         base = group.get("base_lr")
         if type(base) is not float or not 0 < base < inf:
-            wanted = "the lr that radius_lr is given for, a number above 0"
-            _check_number(group, index, "base_lr", lambda x: is_number(x) and x > 0, wanted)
+            expected = "the lr that radius_lr is relative to, a number above 0"
+            _check_number(group, index, "base_lr", lambda x: is_number(x) and x > 0, expected)
 
 
 def _is_clock(x: Any) -> bool:
@@ -521,21 +542,20 @@ def _is_finite(x: Any) -> bool:
 
 
 def _check_number(
-    group: Values, index: int, key: str, is_valid: Callable[[Any], bool], wanted: str
+    group: Values, index: int, key: str, is_valid: Callable[[Any], bool], expected: str
 ) -> None:
     if key not in group:
-        raise ValueError(f"group {index} has no {key}: it must be {wanted}")
+        raise ValueError(f"group {index} has no {key}: it must be {expected}")
     if not is_valid(group[key]):
         raise ValueError(
-            f"group {index} has {key}={group[key]!r}, which is not valid: it must be {wanted}"
+            f"group {index} has {key}={group[key]!r}, which is not valid: it must be {expected}"
         )
 
 
 def check_group(group: Values, index: int) -> None:
-    """The values of a group that is part of an optimizer already, but for those that change from
-    step to step: `check_clock` looks at them, and they may be tensors."""
+    """Check the settings of an optimizer's group, except those that `check_clock` checks."""
     try:
-        check_values({key: x for key, x in group.items() if key not in EVERY_STEP})
+        check_values({key: x for key, x in group.items() if key not in CHANGING_KEYS})
         check_foreach(group)
     except ValueError as error:
         raise ValueError(f"group {index}: {error}") from None
@@ -546,8 +566,10 @@ def check_fit(
     params: Iterable[Tensor],
     states: Iterable[Mapping[str, Any]],
 ) -> None:
-    """The state fits the parameters of these groups, which may have been cast, moved or resized
-    since. Once for every parameter and step: it is short for the host."""
+    """Check that the state fits the parameters, which may have been cast, moved or resized since.
+
+    This runs for every parameter at every step, so it must be cheap.
+    """
     adam = next(iter(groups.values()))["algorithm"] == "adamw"
     names = ("exp_avg", "exp_avg_sq") if adam else ("momentum_buffer",)
     for p, state in zip(params, states, strict=True):
@@ -559,31 +581,31 @@ def check_fit(
                 or value.device != p.device
                 or (adam and value.dtype is not p.dtype)
             ):
-                _refuse_state(groups, p, name, value)
+                _raise_unfit(groups, p, name, value)
         if not isinstance(state["step"], Tensor):
-            _refuse_state(groups, p, "step", None)
+            _raise_unfit(groups, p, "step", None)
 
 
-def _refuse_state(groups: Mapping[int, Values], p: Tensor, name: str, value: Tensor | None) -> None:
+def _raise_unfit(groups: Mapping[int, Values], p: Tensor, name: str, value: Tensor | None) -> None:
     names = (
-        own
+        parameter_name
         for i, group in groups.items()
-        for q, own in zip(group["params"], parameter_names(group, i), strict=True)
+        for q, parameter_name in zip(group["params"], parameter_names(group, i), strict=True)
         if q is p
     )
     label = f"parameter {next(names)!r}"
     if value is None:
         raise ValueError(
-            f"the state of {label} has no tensor {name}: restore it, or start with fresh state, "
+            f"the state of {label} has no tensor {name}: restore it, or start with fresh state by "
             "optimizer.state.clear()"
         )
     if value.shape != p.shape:
         raise ValueError(
             f"{label} has shape {tuple(p.shape)}, but its {name} has {tuple(value.shape)}: after "
-            "resizing a parameter, start with fresh state for it, del optimizer.state[p]"
+            "resizing a parameter, start with fresh state for it by del optimizer.state[p]"
         )
     raise ValueError(
         f"{label} is {p.dtype} on {p.device}, but its {name} is {value.dtype} on {value.device}: "
-        "after casting or moving the model, bring the state along by "
+        "after casting or moving the model, convert the state by "
         "optimizer.load_state_dict(optimizer.state_dict())"
     )

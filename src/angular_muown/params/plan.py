@@ -1,7 +1,7 @@
-"""plan(model): which parameter goes where, as ordinary param groups and as a table to read.
+"""plan(model): sort a model's parameters into param groups, and print them as a table.
 
 A parameter's role comes from the module that owns it and from what the caller declares, never from
-its shape. What neither settles is an error that says how to declare it.
+its shape. If neither determines the role, an error explains how to declare it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,9 @@ from angular_muown.params.options import check_model
 from angular_muown.params.roles import Patterns, Role, find_roles
 
 Overrides = Mapping[str, Mapping[str, Any]]
-SHOWN = ("params", "algorithm", "view", "transposed", "blocks", "column_blocks", "lr", "radius_lr")
+# Keys that the table's columns show.
+COLUMN_KEYS = ("params", "algorithm", "view", "transposed", "blocks", "column_blocks", "lr",
+               "radius_lr")  # fmt: skip
 
 
 class Plan(list[dict[str, Any]]):
@@ -51,7 +53,7 @@ class Plan(list[dict[str, Any]]):
             (f"{group['radius_lr']:g}" if group.get("radius_lr") is not None else "lr")
             if matrix
             else "",
-            ", ".join([self.reasons[name], *_others(group)]),
+            ", ".join([self.reasons[name], *_other_values(group)]),
         )
 
     def _summary(self) -> str:
@@ -80,17 +82,17 @@ def plan(
 ) -> Plan:
     """Sort every trainable parameter of `model` into param groups.
 
-    Hidden matrices go to the matrix rule; embeddings, heads, norms, biases, routers and whatever
-    has fewer than two dimensions go to AdamW. All patterns are globs over parameter names.
+    Hidden matrices go to the matrix rule; embeddings, heads, norms, biases, routers and parameters
+    with fewer than two dimensions go to AdamW. All patterns are globs over parameter names.
 
     Args:
         blocks: pattern -> number of equal row blocks, or their sizes (fused q, k, v; heads).
         column_blocks: the same for columns (heads of an output projection).
         stacks: patterns of (..., m, n) stacks of matrices, such as experts.
         transposed: patterns of matrices stored as in x out.
-        matrix, adamw: patterns that go to the one or the other, whatever they look like.
-        head: pattern(s) of the output head; "auto" finds a tied one, one that the model reports
-            (get_output_embeddings) or one with a usual name; None says that there is none.
+        matrix, adamw: patterns of parameters to send to either, overriding what plan would choose.
+        head: pattern(s) of the output head. "auto" finds a tied head, one that the model reports
+            (get_output_embeddings) or one with a usual name. None means that there is no head.
         aux_lr, aux_weight_decay: for the AdamW groups; aux_lr None means the optimizer's lr.
         radius_lr: for the row lengths of the matrices; None means lr.
         overrides: pattern -> values to set in the group, such as {"*.mlp.*": {"lr": 0.01}}.
@@ -100,44 +102,44 @@ def plan(
         raise ValueError(f"{type(model).__name__} has no trainable parameters: nothing to plan")
     check_model(model, named)
     patterns = Patterns([name for name, _ in named])
-    declared = _declared(patterns, stacks, transposed, matrix, adamw)
+    declared = _declared_roles(patterns, stacks, transposed, matrix, adamw)
     roles = find_roles(model, named, patterns, declared, head)
     cuts = {
         "blocks": patterns.lookup("blocks", (blocks or {}).items()),
         "column_blocks": patterns.lookup("column_blocks", (column_blocks or {}).items()),
     }
-    rates = {
+    defaults = {
         "adamw": {"weight_decay": aux_weight_decay, **({} if aux_lr is None else {"lr": aux_lr})},
         "matrix": {} if radius_lr is None else {"radius_lr": radius_lr},
     }
-    extra = patterns.lookup("overrides", (overrides or {}).items())
+    overridden = patterns.lookup("overrides", (overrides or {}).items())
     groups: dict[str, dict[str, Any]] = {}
     for name, p in named:
         role = roles[name]
-        own_cuts = _own_cuts(name, role, cuts)
-        twice = {"algorithm", *own_cuts, *role.values}.intersection(extra.get(name, {}))
-        if twice:
+        name_cuts, name_overrides = _cuts_of(name, role, cuts), overridden.get(name, {})
+        conflicts = {"algorithm", *name_cuts, *role.values}.intersection(name_overrides)
+        if conflicts:
             raise ValueError(
-                f"overrides sets {', '.join(sorted(twice))} of '{name}', which is settled already: "
-                "use matrix=, adamw=, stacks=, transposed=, blocks= or column_blocks= for that"
+                f"overrides sets {', '.join(sorted(conflicts))} of '{name}', which is already set: "
+                "use matrix=, adamw=, stacks=, transposed=, blocks= or column_blocks= instead"
             )
-        values = {**role.values, **own_cuts, **rates[role.algorithm], **extra.get(name, {})}
+        values = {**role.values, **name_cuts, **defaults[role.algorithm], **name_overrides}
         values["algorithm"] = role.algorithm
         group = groups.setdefault(repr(sorted(values.items())), {"params": [], **values})
         group["params"].append((name, p))
     return Plan(groups.values(), {name: role.reason for name, role in roles.items()})
 
 
-def _declared(
+def _declared_roles(
     patterns: Patterns,
     stacks: str | Iterable[str],
     transposed: str | Iterable[str],
     matrix: str | Iterable[str],
     adamw: str | Iterable[str],
 ) -> dict[str, Role]:
-    """What the caller says outright; a parameter may be named by one of the rules only."""
-    matrix, adamw, stacks, transposed = map(_patterns, (matrix, adamw, stacks, transposed))
-    rules = patterns.lookup(
+    """Return the roles that the caller declares; only one declaration may match a parameter."""
+    matrix, adamw, stacks, transposed = map(_as_list, (matrix, adamw, stacks, transposed))
+    roles = patterns.lookup(
         "matrix, adamw, stacks",
         [
             *((pattern, Role("matrix", "declared")) for pattern in matrix),
@@ -145,36 +147,37 @@ def _declared(
             *((pattern, Role("matrix", "stack", {"view": "stack"})) for pattern in stacks),
         ],
     )
-    turned = patterns.lookup("transposed", [(pattern, True) for pattern in transposed])
-    for name in turned:
-        role = rules.get(name, Role("matrix", "declared transposed"))
+    for name in patterns.lookup("transposed", [(pattern, True) for pattern in transposed]):
+        role = roles.get(name, Role("matrix", "declared transposed"))
         if role.algorithm == "adamw":
             raise ValueError(
-                f"'{name}' is in adamw= and in transposed=: AdamW needs no orientation"
+                f"'{name}' is in adamw= and in transposed=: AdamW ignores the orientation, so "
+                "remove it from one of them"
             )
-        rules[name] = Role(role.algorithm, role.reason, {**role.values, "transposed": True})
-    return rules
+        roles[name] = Role(role.algorithm, role.reason, {**role.values, "transposed": True})
+    return roles
 
 
-def _patterns(given: str | Iterable[str]) -> list[str]:
-    return [given] if isinstance(given, str) else list(given)
+def _as_list(patterns: str | Iterable[str]) -> list[str]:
+    return [patterns] if isinstance(patterns, str) else list(patterns)
 
 
-def _own_cuts(name: str, role: Role, cuts: Mapping[str, Mapping[str, Cut]]) -> dict[str, Cut]:
-    own = {key: found[name] for key, found in cuts.items() if name in found}
-    if own and role.algorithm != "matrix":
+def _cuts_of(name: str, role: Role, cuts: Mapping[str, Mapping[str, Cut]]) -> dict[str, Cut]:
+    """Return the cuts of one parameter, by group key."""
+    name_cuts = {key: by_name[name] for key, by_name in cuts.items() if name in by_name}
+    if name_cuts and role.algorithm != "matrix":
         raise ValueError(
-            f"{own} would cut '{name}', but it goes to AdamW ({role.reason}): declare it with "
-            f"matrix=['{name}'], or drop it from the cuts"
+            f"{name_cuts} would cut '{name}', but it goes to AdamW ({role.reason}): declare it "
+            f"with matrix=['{name}'], or drop it from the cuts"
         )
-    return own
+    return name_cuts
 
 
-def _others(group: Mapping[str, Any]) -> list[str]:
-    """What a group sets beyond the table's columns; no decay is what everybody expects of AdamW."""
-    silent = {"weight_decay": 0.0} if group["algorithm"] == "adamw" else {}
-    others = ((key, value) for key, value in group.items() if key not in SHOWN)
-    return [f"{key}={value}" for key, value in others if silent.get(key) != value]
+def _other_values(group: Mapping[str, Any]) -> list[str]:
+    """Return what a group sets beyond the table's columns, except AdamW's usual zero decay."""
+    usual = {"weight_decay": 0.0} if group["algorithm"] == "adamw" else {}
+    others = ((key, value) for key, value in group.items() if key not in COLUMN_KEYS)
+    return [f"{key}={value}" for key, value in others if usual.get(key) != value]
 
 
 def _describe_cut(group: Mapping[str, Any]) -> str:

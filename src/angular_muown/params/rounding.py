@@ -1,8 +1,8 @@
 """Stochastic rounding from float32 to a 16-bit weight.
 
-Rounding to nearest swallows every step below half a unit in the last place: a cool-down passes
-that floor (1e-3 rad in bf16). Rounded up with the probability of the remainder, the weight moves
-by the asked amount on average.
+Rounding to nearest loses every step below half a unit in the last place, and the steps of a
+cooldown fall below that floor (1e-3 rad in bf16). Rounding up with a probability equal to the
+remainder moves the weight by the right amount on average.
 """
 
 from typing import Any
@@ -10,19 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}  # mantissa bits that float32 has beyond
+DROPPED_BITS = {
+    torch.bfloat16: 16,
+    torch.float16: 13,
+}  # mantissa bits that a cast from float32 drops
 WORD = 0xFFFFFFFF
 
 
 def round_stochastically(
     X: Tensor, dtype: torch.dtype, seed: int | Tensor, corner: tuple[int, int] = (0, 0)
 ) -> Tensor:
-    """X (..., m, n) in float32 to `dtype`; the same seed gives the same result. X may be the part
-    of matrices that starts at `corner`.
+    """Round X (..., m, n) from float32 to `dtype`, deterministically for a given seed.
 
-    The noise is a hash of (seed, row, column), not a generator's state: nothing to save, replicas
-    agree, a resumed run repeats it, and torch's own random numbers are left alone. All matrices of
-    a step share it, in whatever order they come; their remainders and signs do not.
+    If X is a part of larger matrices, `corner` is where it starts in them.
+
+    The noise is a hash of (seed, row, column), not a generator's output: there is nothing to save,
+    replicas agree, a resumed run repeats it, and torch's random state is not touched. All matrices
+    of a step share the noise, in any order; their remainders and signs differ.
     """
     m, n = X.shape[-2:]
     top, left = corner
@@ -32,16 +36,16 @@ def round_stochastically(
     mask = (1 << DROPPED_BITS[dtype]) - 1
     bits = X.contiguous().view(torch.int32)
     rounded = (bits + (noise & mask).to(torch.int32)) & ~mask
-    # Inf and NaN have no neighbour to go to: adding to their bits would make other values of them.
+    # Adding noise to the bits of Inf or NaN would turn them into other values.
     rounded = torch.where(X.isfinite(), rounded.view(torch.float32), X)
-    if dtype == torch.float16:  # below its normal range the grid is even: 2^-24
-        even = (X * 2.0**24 + (noise & 0xFFFF) / 65536).floor() * 2.0**-24
-        rounded = torch.where(X.abs() < torch.finfo(dtype).smallest_normal, even, rounded)
+    if dtype == torch.float16:  # subnormals are evenly spaced, 2^-24 apart
+        subnormal = (X * 2.0**24 + (noise & 0xFFFF) / 65536).floor() * 2.0**-24
+        rounded = torch.where(X.abs() < torch.finfo(dtype).smallest_normal, subnormal, rounded)
     return rounded.to(dtype)
 
 
 def _hash(x: Tensor) -> Tensor:
-    """A 32-bit integer hash (constants of lowbias32, C. Wellons 2018), in int64 words."""
+    """Hash 32-bit integers held in int64 (lowbias32, C. Wellons 2018)."""
     x = x & WORD
     x = (x ^ (x >> 16)) * 0x7FEB352D & WORD
     x = ((x ^ (x >> 15)) & WORD) * 0x846CA68B & WORD
@@ -53,6 +57,8 @@ def hash_seed(seed: Any) -> Any:
 
 
 def reconcile_master(master: Tensor, weight: Tensor) -> Tensor:
-    """The master copy. Where the weight is not its rounding, somebody changed it: the weight
-    wins."""
+    """Return the master copy, with entries replaced by the weight's if they no longer round to it.
+
+    Such weights were changed outside the optimizer.
+    """
     return torch.where(master.to(weight.dtype) == weight, master, weight.to(master.dtype))

@@ -1,4 +1,4 @@
-"""The state of a parameter, at zero: made before the first step, spread over ranks as it is."""
+"""Initial state of a parameter: zeros, created before the first step and sharded as it is."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,44 +14,51 @@ from angular_muown.update import Recipe
 
 
 def has_state(p: Tensor) -> bool:
-    """With a gradient; or spread over ranks, of which others may have one: a checkpoint over ranks
-    needs the same keys from all of them."""
+    """True if p has a gradient or is sharded.
+
+    Other ranks may have a gradient of a sharded p, and a distributed checkpoint requires the same
+    keys on all ranks.
+    """
     return p.grad is not None or is_sharded(p)
 
 
 def is_state_probe(groups: Sequence[Group], active: Sequence[Sequence[Tensor]]) -> bool:
-    """torch's distributed checkpoint makes a fresh optimizer's state by a step with lr = 0 and zero
-    gradients. It shall create the state and change nothing: no counter, no weight."""
+    """True if this step has lr = 0 in all groups and only zero gradients.
+
+    torch's distributed checkpoint takes such a step to make a fresh optimizer create its state. It
+    must change nothing else: no counter, no weight.
+    """
     if any(float(group["lr"]) != 0 for group in groups):
         return False
     grads = [p.grad for params in active for p in params if p.grad is not None]
-    moves = any(bool(local(grad).any()) for grad in grads)
-    # Also those without a gradient here: a collective is entered by all ranks or by none.
+    has_nonzero = any(bool(local(grad).any()) for grad in grads)
+    # Including those without a gradient on this rank: all ranks must enter the collective.
     sharded = [p for group in groups for p in group["params"] if is_sharded(p)]
     if not sharded:
-        return not moves
-    from angular_muown.distributed.reductions import any_rank  # only where there are ranks
+        return not has_nonzero
+    from angular_muown.distributed.reductions import any_rank  # not imported on a single process
 
-    return not any_rank([moves], sharded)[0]
+    return not any_rank([has_nonzero], sharded)[0]
 
 
 def ensure_states(
-    known: Mapping[Tensor, State],
+    all_states: Mapping[Tensor, State],
     params: Sequence[Tensor],
     group: Group,
     recipe: Recipe | None,
 ) -> list[State]:
-    """One for each parameter, with all that a step needs. Every step asks, and the hash of a tensor
-    costs the host more than all the rest of it: hence once."""
-    wanted, master = (
-        {"step", *(recipe.state_names if recipe else ())},
-        group["write_back"] == "master",
-    )
+    """Return the state of each parameter, after adding what a step needs and is missing.
+
+    Every step calls this. Each parameter is looked up once, because hashing a tensor costs the host
+    more than everything else here.
+    """
+    required = {"step", *(recipe.state_names if recipe else ())}
+    master = group["write_back"] == "master"
     if group["average"] is not None:
-        wanted.add("average")
-    states = [known[p] for p in params]
+        required.add("average")
+    states = [all_states[p] for p in params]
     for p, state in zip(params, states, strict=True):
-        if master or not wanted <= state.keys():
+        if master or not required <= state.keys():
             init_state(p, state, group, recipe)
     return states
 
@@ -59,23 +66,23 @@ def ensure_states(
 def states_of(
     states: list[State], owners: Sequence[Tensor], params: Sequence[Tensor]
 ) -> list[State]:
-    """Those of some of the owners."""
+    """Select from the owners' states those of `params`, a subset of the owners."""
     if params is owners:
         return states
-    known = dict(zip(map(id, owners), states, strict=True))
-    return [known[id(p)] for p in params]
+    by_id = dict(zip(map(id, owners), states, strict=True))
+    return [by_id[id(p)] for p in params]
 
 
 def init_state(p: Tensor, state: State, group: Group, recipe: Recipe | None) -> None:
-    """Add what is missing. `recipe` is None for AdamW's parameters."""
+    """Add missing entries to a state. `recipe` is None for AdamW's parameters."""
     compute = torch.promote_types(p.dtype, torch.float32)
     if recipe is None:
         adamw.init_state(p, group, state)
     else:
         _init_matrices(p, state, group, recipe, compute)
     if group["average"] is not None and "average" not in state:
-        # The weights before the step: the share of the first step leaves nothing of them, and for
-        # one whose gradient comes later they are what there was at every step before.
+        # Start from the current weights: the first update overwrites them, and if the first
+        # gradient comes later, these were the weights at every step before.
         state["average"] = zeros_like(p, compute).copy_(state.get("master", p))
 
 
@@ -83,7 +90,8 @@ def _init_matrices(
     p: Tensor, state: State, group: Group, recipe: Recipe, compute: torch.dtype
 ) -> None:
     if "step" not in state:
-        # float32 on the host: a bf16 counter stops at 256, one on the device costs a sync
+        # float32, because a bf16 counter stops at 256; on the host, because reading one from the
+        # device costs a sync
         device = p.device if group["capturable"] else "cpu"
         state["step"] = torch.zeros((), dtype=torch.float32, device=device)
         dtype = getattr(torch, str(group["state_dtype"])) if group["state_dtype"] else compute

@@ -232,7 +232,7 @@ def sharded_inside_the_kernel() -> None:
 def test_sharding_inside_a_kernel_is_rejected() -> None:
     [outcome, _] = on_ranks(2, sharded_inside_the_kernel)
     assert isinstance(outcome, RankError)
-    assert "parameter 'w0' is spread over ranks along dimension 2" in str(outcome)
+    assert "parameter 'w0' is sharded along dimension 2" in str(outcome)
     assert "shard dimension 0 or 1" in str(outcome)
 
 

@@ -1,4 +1,4 @@
-"""State dicts that fit badly: loaded in full, or refused by name with nothing changed."""
+"""Damaged or foreign state dicts: loaded completely, or rejected by name with nothing changed."""
 
 import copy
 import pickle
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from angular_muown import AngularMuown
 from angular_muown.engine import Engine
 from tests.library.family import FAMILY, noise, parameter, run
-from tests.library.params.test_state import make, through_a_file, train
+from tests.library.params.test_state import make, save_and_load, train
 
 StateDict = dict[str, Any]
 
@@ -31,7 +31,7 @@ StateDict = dict[str, Any]
 def small(
     optimizer: type[Engine] = AngularMuown, dtype: torch.dtype = torch.float64, **values: Any
 ) -> tuple[list[nn.Parameter], Engine]:
-    """A matrix and a bias, in a group each."""
+    """Return a matrix and a bias, and an optimizer with a group for each."""
     w, b = parameter(6, 4, dtype=dtype), parameter(4, seed=1, dtype=dtype)
     groups = [
         {"params": [("w", w)]},
@@ -47,7 +47,7 @@ def trained(optimizer: type[Engine] = AngularMuown, **values: Any) -> tuple[Any,
 
 
 def snapshot(opt: Engine) -> Any:
-    """Everything that a step reads, as copies."""
+    """Copy everything that a step reads."""
     groups = [{k: v for k, v in g.items() if k != "params"} for g in opt.param_groups]
     params = [p for g in opt.param_groups for p in g["params"]]
     states = [dict(opt.state[p]) if p in opt.state else None for p in params]
@@ -55,7 +55,7 @@ def snapshot(opt: Engine) -> Any:
 
 
 def assert_equal(a: Any, b: Any) -> None:
-    """Of one type, to the bit, at any depth."""
+    """Assert equality of nested values, including types and every bit of tensors."""
     assert type(a) is type(b), (a, b)
     if isinstance(a, Tensor):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
@@ -79,17 +79,16 @@ def assert_equal(a: Any, b: Any) -> None:
     ("before", "after"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
 )
 def test_state_loads_into_weights_of_another_dtype(optimizer, before, after) -> None:
-    """AdamW's moments follow the weights, as torch casts them; the matrices' state keeps its own
-    dtype."""
+    """AdamW's moments take the weights' dtype, as in torch; the matrices' state keeps its own."""
     (_, b), opt = trained(optimizer, dtype=before)
     (w2, b2), other = small(optimizer, dtype=after)
-    other.load_state_dict(through_a_file(opt.state_dict()))
-    torch_own, same = torch.optim.AdamW([b2]), torch.optim.AdamW([b])
-    same.state[b] = opt.state[b]
-    torch_own.load_state_dict(same.state_dict())
+    other.load_state_dict(save_and_load(opt.state_dict()))
+    torch_target, torch_source = torch.optim.AdamW([b2]), torch.optim.AdamW([b])
+    torch_source.state[b] = opt.state[b]
+    torch_target.load_state_dict(torch_source.state_dict())
     for name in ("exp_avg", "exp_avg_sq"):
         assert other.state[b2][name].dtype == after
-        assert torch.equal(other.state[b2][name], torch_own.state[b2][name])
+        assert torch.equal(other.state[b2][name], torch_target.state[b2][name])
     saved = opt.state[opt.param_groups[0]["params"][0]]
     for name, value in other.state[w2].items():
         assert value.dtype == saved[name].dtype, name
@@ -97,11 +96,11 @@ def test_state_loads_into_weights_of_another_dtype(optimizer, before, after) -> 
     assert all(p.isfinite().all() for p in (w2, b2))
 
 
-# --- the keys of groups ---
+# --- group keys ---
 
 
 def reloaded(opt: Engine) -> Engine:
-    opt.load_state_dict(through_a_file(opt.state_dict()))
+    opt.load_state_dict(save_and_load(opt.state_dict()))
     return opt
 
 
@@ -113,16 +112,16 @@ COPIES: dict[str, Callable[[Engine], Engine]] = {
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)
-@pytest.mark.parametrize("way", COPIES)
-def test_groups_keep_their_keys(optimizer, way) -> None:
+@pytest.mark.parametrize("method", COPIES)
+def test_groups_keep_their_keys(optimizer, method) -> None:
     _, opt = trained(optimizer)
-    wanted, defaults = [list(g) for g in opt.param_groups], list(opt.defaults)
-    again = COPIES[way](opt)
-    assert [sorted(g) for g in again.param_groups] == [sorted(keys) for keys in wanted]
-    assert list(again.defaults) == defaults
+    group_keys, defaults = [list(g) for g in opt.param_groups], list(opt.defaults)
+    duplicate = COPIES[method](opt)
+    assert [sorted(g) for g in duplicate.param_groups] == [sorted(keys) for keys in group_keys]
+    assert list(duplicate.defaults) == defaults
 
 
-def test_a_key_that_earlier_versions_left_in_groups_goes_away() -> None:
+def test_a_key_that_earlier_versions_left_in_groups_is_removed() -> None:
     _, opt = trained()
     saved = opt.state_dict()
     for group in saved["param_groups"]:
@@ -138,7 +137,7 @@ def test_copies_have_the_same_public_attributes(optimizer) -> None:
     assert public[0] == public[1]
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process saves and loads
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # a single process
 def test_a_distributed_checkpoint_of_a_fresh_run_loads_twice(tmp_path: Path) -> None:
     model, opt = make(AngularMuown, torch.float32)
     states = dict(zip(("model", "optimizer"), get_state_dict(model, opt), strict=True))
@@ -150,7 +149,7 @@ def test_a_distributed_checkpoint_of_a_fresh_run_loads_twice(tmp_path: Path) -> 
     train(model, opt, 0, 1)
 
 
-# --- one check before anything is replaced ---
+# --- everything is checked before anything is replaced ---
 
 
 def without(name: str, key: int = 0) -> Callable[[StateDict], None]:
@@ -170,16 +169,16 @@ def top(name: str, value: Any) -> Callable[[StateDict], None]:
 
 
 NAN = float("nan")
-REFUSED: list[tuple[str, Callable[[StateDict], Any], str]] = [
+REJECTED: list[tuple[str, Callable[[StateDict], Any], str]] = [
     ("no momentum", without("momentum_buffer"), "'w' has no momentum_buffer"),
     ("no step", without("step"), "'w' has no step"),
     ("no moment", without("exp_avg_sq", 1), "'b' has no exp_avg_sq"),
     ("half of the moments", without("exp_avg_sq"), "'w' has exp_avg, but no exp_avg_sq"),
     ("step nan", entry("step", torch.tensor(NAN)), "step of parameter 'w'.*nan"),
     ("step negative", entry("step", torch.tensor(-1.0), 1), "step of parameter 'b'.*-1"),
-    ("step a word", entry("step", "three"), "step of parameter 'w'.*three"),
+    ("step a string", entry("step", "three"), "step of parameter 'w'.*three"),
     ("step None", entry("step", None), "step of parameter 'w'.*None"),
-    ("step many", entry("step", torch.ones(2)), "step of parameter 'w'"),
+    ("step a vector", entry("step", torch.ones(2)), "step of parameter 'w'"),
     ("momentum None", entry("momentum_buffer", None), "momentum_buffer of parameter 'w'.*None"),
     ("momentum a list", entry("momentum_buffer", [1.0]), "momentum_buffer of parameter 'w'"),
     ("momentum int", entry("momentum_buffer", torch.ones(6, 4).int()), "momentum_buffer.*int32"),
@@ -201,7 +200,7 @@ REFUSED: list[tuple[str, Callable[[StateDict], Any], str]] = [
     ("no params", lambda saved: saved["param_groups"][0].pop("params"), "group 0.*params"),
     ("params a number", setting("params", 3), "group 0.*params"),
     ("unhashable", setting("params", [[]]), "group 0.*params"),
-    ("one for two", setting("params", [0], 1), "params.*0.*two"),
+    ("a key used twice", setting("params", [0], 1), "params.*0.*two"),
     ("names", setting("param_names", ["a", "b"]), "group 0.*param_names"),
     ("names None", setting("param_names", None), "group 0.*param_names"),
     ("lr", setting("lr", NAN), "group 0.*lr=nan"),
@@ -215,26 +214,29 @@ REFUSED: list[tuple[str, Callable[[StateDict], Any], str]] = [
     ("base_lr", setting("base_lr", None), "group 0.*base_lr=None"),
     ("base_lr 0", setting("base_lr", 0.0), "group 0.*base_lr"),
     ("fused", setting("fused", "yes", 1), "group 1.*fused='yes'"),
-    ("both", lambda s: s["param_groups"][1].update(fused=True, foreach=True), "group 1.*foreach"),
+    ("fused and foreach", lambda s: s["param_groups"][1].update(fused=True, foreach=True),
+     "group 1.*foreach"),
     ("algorithm", setting("algorithm", torch.ones(3)), "group 0.*algorithm"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("break_", "words"), [r[1:] for r in REFUSED], ids=[r[0] for r in REFUSED])
-def test_a_bad_state_dict_is_refused_by_name_and_nothing_changes(break_, words) -> None:
+@pytest.mark.parametrize(
+    ("break_", "message"), [r[1:] for r in REJECTED], ids=[r[0] for r in REJECTED]
+)
+def test_a_bad_state_dict_is_rejected_by_name_and_nothing_changes(break_, message) -> None:
     params, opt = trained(radius_lr=0.02)
     saved = copy.deepcopy(opt.state_dict())
     run(opt, params, 1, start=3)
     before = snapshot(opt)
     break_(saved)
-    with pytest.raises((ValueError, TypeError, KeyError), match=f"(?s){words}"):
+    with pytest.raises((ValueError, TypeError, KeyError), match=f"(?s){message}"):
         opt.load_state_dict(saved)
     assert_equal(snapshot(opt), before)
     run(opt, params, 1, start=4)
 
 
 @pytest.mark.parametrize("junk", [None, 3, [], "state"])
-def test_what_is_not_a_state_dict_is_refused(junk) -> None:
+def test_a_value_that_is_not_a_state_dict_is_rejected(junk) -> None:
     _, opt = trained()
     before = snapshot(opt)
     with pytest.raises(TypeError, match=re.escape(repr(junk))):
@@ -243,13 +245,15 @@ def test_what_is_not_a_state_dict_is_refused(junk) -> None:
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)
-@pytest.mark.parametrize("count", [int, float, lambda t: t.to(torch.int64), lambda t: t.reshape(1)])
-def test_counters_may_be_numbers(optimizer, count) -> None:
-    """torch's optimizers had them as numbers once."""
+@pytest.mark.parametrize(
+    "convert", [int, float, lambda t: t.to(torch.int64), lambda t: t.reshape(1)]
+)
+def test_saved_counters_may_be_numbers(optimizer, convert) -> None:
+    """Older versions of torch saved numbers."""
     (params, opt), (others, other) = trained(optimizer), small(optimizer)
     saved = copy.deepcopy(opt.state_dict())
     for state in saved["state"].values():
-        state["step"] = count(state["step"])
+        state["step"] = convert(state["step"])
     with torch.no_grad():
         for p, q in zip(others, params, strict=True):
             p.copy_(q)
@@ -261,9 +265,9 @@ def test_counters_may_be_numbers(optimizer, count) -> None:
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)
-def test_entries_of_the_user_survive(optimizer) -> None:
+def test_user_entries_survive_loading(optimizer) -> None:
     params, opt = trained(optimizer)
-    own = {
+    entries = {
         "note": "mine",
         "count": 3,
         "table": torch.arange(5),
@@ -271,42 +275,42 @@ def test_entries_of_the_user_survive(optimizer) -> None:
         "nested": {"a": [torch.ones(2), None], "b": (1, "x")},
     }
     for p in params:
-        opt.state[p].update(copy.deepcopy(own))
+        opt.state[p].update(copy.deepcopy(entries))
     opt.load_state_dict(copy.deepcopy(opt.state_dict()))
     for p in params:
-        found = {name: opt.state[p][name] for name in own}
-        assert_equal(found["nested"]["a"][0], own["nested"]["a"][0])
-        assert found["nested"]["b"] == own["nested"]["b"]
-        assert (found["note"], found["count"]) == ("mine", 3)
+        state = {name: opt.state[p][name] for name in entries}
+        assert_equal(state["nested"]["a"][0], entries["nested"]["a"][0])
+        assert state["nested"]["b"] == entries["nested"]["b"]
+        assert (state["note"], state["count"]) == ("mine", 3)
         for name in ("table", "half"):
-            assert torch.equal(found[name], own[name])
-            assert found[name].dtype == own[name].dtype
+            assert torch.equal(state[name], entries[name])
+            assert state[name].dtype == entries[name].dtype
     run(opt, params, 1, start=3)
 
 
-def test_entries_of_the_user_are_copied() -> None:
+def test_user_entries_are_copied() -> None:
     params, opt = trained()
-    mine = {"table": torch.zeros(3), "list": [torch.zeros(2)], "like_rows": torch.zeros(6, 1)}
-    opt.state[params[0]].update(mine)
+    entries = {"table": torch.zeros(3), "list": [torch.zeros(2)], "like_rows": torch.zeros(6, 1)}
+    opt.state[params[0]].update(entries)
     opt.load_state_dict(opt.state_dict())
-    for tensor in (mine["table"], mine["list"][0], mine["like_rows"]):
+    for tensor in (entries["table"], entries["list"][0], entries["like_rows"]):
         tensor.add_(1)
-    found = opt.state[params[0]]
-    assert not any(t.any() for t in (found["table"], found["list"][0], found["like_rows"]))
+    state = opt.state[params[0]]
+    assert not any(t.any() for t in (state["table"], state["list"][0], state["like_rows"]))
 
 
-def test_an_entry_with_a_name_that_the_method_needs_has_to_fit() -> None:
-    """Of the method in the state dict, and of that which the warning says how to keep."""
+def test_an_entry_named_like_one_of_the_methods_must_fit() -> None:
+    """Of either method: the saved one, and the current one, which the user may restore."""
     params, opt = trained()
     opt.state[params[0]]["multiplier"] = torch.zeros(3)
     saved = opt.state_dict()
-    opt.load_state_dict(saved)  # a user's, to both
+    opt.load_state_dict(saved)  # neither method uses this name
     _, other = small(orthogonalize="tangent")
     with pytest.raises(ValueError, match=r"multiplier of parameter 'w' has shape \(3,\)"):
         other.load_state_dict(saved)
 
 
-def test_an_entry_of_the_user_alone_leaves_the_state_fresh() -> None:
+def test_a_state_with_user_entries_only_counts_as_fresh() -> None:
     params, opt = small()
     opt.state[params[0]]["note"] = 1
     opt.load_state_dict(copy.deepcopy(opt.state_dict()))
@@ -315,33 +319,32 @@ def test_an_entry_of_the_user_alone_leaves_the_state_fresh() -> None:
     assert opt.state[params[0]]["step"] == 1
 
 
-def test_work_buffers_go_with_the_state_that_they_were_made_for() -> None:
-    """A recorded graph reads from them: a load that is refused keeps them."""
+def test_loading_releases_the_work_buffers_unless_it_is_rejected() -> None:
+    """A recorded CUDA graph reads from them."""
     _, opt = trained()
-    opt._fused = kept = object()  # type: ignore[assignment]
+    opt._fused = buffers = object()  # type: ignore[assignment]
     with pytest.raises(ValueError, match="param_groups"):
         opt.load_state_dict({"state": {}, "param_groups": []})
-    assert opt._fused is kept
+    assert opt._fused is buffers
     opt.load_state_dict(opt.state_dict())
     assert opt._fused is None
 
 
-def test_numpy_scalars_in_a_state_dict_become_numbers() -> None:
+def test_numpy_scalars_in_a_state_dict_become_python_numbers() -> None:
     _, opt = trained()
     saved = opt.state_dict()
     for group in saved["param_groups"]:
         group.update(lr=np.float64(0.5), betas=(np.float32(0.5), 0.25), step=np.int64(7))
     opt.load_state_dict(saved)
-    for group in through_a_file(opt.state_dict())["param_groups"]:
+    for group in save_and_load(opt.state_dict())["param_groups"]:
         assert_equal((group["lr"], group["betas"], group["step"]), (0.5, (0.5, 0.25), 7))
 
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def test_a_flat_load_while_gradients_exist_says_what_to_do() -> None:
-    """torch asks the optimizer for the names of its state, which it does not make while gradients
-    exist: what it passes on is empty."""
+def test_the_error_of_a_flat_load_while_gradients_exist_gives_the_remedy() -> None:
+    """torch cannot make the optimizer create state while gradients exist, and passes empty ones."""
     model, opt = make(AngularMuown, torch.float32)
     train(model, opt, 0, 3)
     flat = get_optimizer_state_dict(model, opt, options=FLAT)
@@ -353,7 +356,7 @@ def test_a_flat_load_while_gradients_exist_says_what_to_do() -> None:
     with pytest.raises(ValueError, match=r"group 0 .*3 steps.*zero_grad\(\)"):
         set_optimizer_state_dict(other, fresh, copy.deepcopy(flat), options=FLAT)
     assert_equal(snapshot(fresh), before)
-    fresh.zero_grad()  # what the error says to do
+    fresh.zero_grad()  # as the error advises
     set_optimizer_state_dict(other, fresh, copy.deepcopy(flat), options=FLAT)
     train(model, opt, 3, 2)
     train(other, fresh, 3, 2)
@@ -363,20 +366,20 @@ def test_a_flat_load_while_gradients_exist_says_what_to_do() -> None:
 
 def test_an_older_state_dict_without_newer_keys_loads() -> None:
     params, opt = trained()
-    saved = through_a_file(opt.state_dict())
-    kept = ("params", "family", "lr", "step", "algorithm")
+    saved = save_and_load(opt.state_dict())
+    old_keys = ("params", "family", "lr", "step", "algorithm")
     saved["param_groups"] = [
-        {k: v for k, v in g.items() if k in kept} for g in saved["param_groups"]
+        {k: v for k, v in g.items() if k in old_keys} for g in saved["param_groups"]
     ]
-    wanted = snapshot(opt)
+    before = snapshot(opt)
     opt.load_state_dict(saved)
-    assert_equal(snapshot(opt), wanted)
+    assert_equal(snapshot(opt), before)
     run(opt, params, 1, start=3)
 
 
 @pytest.mark.parametrize("foreach", [False, True])
-def test_a_capturable_run_loads_where_nothing_is_recorded(foreach) -> None:
-    """Its learning rate and clocks are tensors, which foreach refuses."""
+def test_a_capturable_run_loads_into_one_that_is_not(foreach) -> None:
+    """A capturable run's learning rate and clocks are tensors, which foreach rejects."""
     saved = small(capturable=True)[1].state_dict()
     for group in saved["param_groups"]:
         assert isinstance(group["lr"], Tensor)
@@ -387,35 +390,36 @@ def test_a_capturable_run_loads_where_nothing_is_recorded(foreach) -> None:
     run(opt, params, 1)
 
 
-# --- before a step ---
+# --- checks before a step ---
 
 
-def stops_before_anything_moves(opt: Engine, words: str) -> None:
+def assert_step_raises(opt: Engine, message: str) -> None:
+    """Assert that a step raises before it changes anything."""
     before = snapshot(opt)
-    with pytest.raises((ValueError, TypeError), match=words):
+    with pytest.raises((ValueError, TypeError), match=message):
         opt.step()
     assert_equal(snapshot(opt), before)
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)
-def test_weights_cast_between_steps_stop_the_step(optimizer) -> None:
+def test_a_step_raises_if_weights_were_cast(optimizer) -> None:
     model, opt = make(optimizer, torch.float32)
     train(model, opt, 0, 2)
     model.to(torch.bfloat16)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
-    stops_before_anything_moves(opt, r"'embedding.weight'.*bfloat16.*float32.*load_state_dict")
-    opt.load_state_dict(opt.state_dict())  # what the error says to do
+    assert_step_raises(opt, r"'embedding.weight'.*bfloat16.*float32.*load_state_dict")
+    opt.load_state_dict(opt.state_dict())  # as the error advises
     train(model, opt, 2, 1)
 
 
 @pytest.mark.parametrize(("which", "name"), [(0, "momentum_buffer"), (1, "exp_avg")])
-def test_weights_moved_between_steps_stop_the_step(which, name) -> None:
+def test_a_step_raises_if_weights_were_moved(which, name) -> None:
     params, opt = trained()
     for p in params:
         p.grad = torch.ones_like(p)
     state = opt.state[params[which]]
-    state[name] = state[name].to("meta")  # the other way round, on a machine with one device
+    state[name] = state[name].to("meta")  # move the state instead: there may be only one device
     before = [p.detach().clone() for p in params]
     with pytest.raises(ValueError, match=f"'{'wb'[which]}'.*cpu.*{name}.*meta.*load_state_dict"):
         opt.step()
@@ -423,11 +427,11 @@ def test_weights_moved_between_steps_stop_the_step(which, name) -> None:
     assert_equal([p.detach() for p in params], before)
 
 
-def test_state_that_was_taken_apart_stops_the_step() -> None:
+def test_a_step_raises_if_state_is_missing() -> None:
     params, opt = trained()
     run(opt, params, 1, start=3)
     del opt.state[params[1]]["exp_avg"]
-    stops_before_anything_moves(opt, "'b' has no tensor exp_avg")
+    assert_step_raises(opt, "'b' has no tensor exp_avg")
 
 
 @pytest.mark.parametrize(
@@ -440,18 +444,18 @@ def test_state_that_was_taken_apart_stops_the_step() -> None:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("index", [0, 1])
-def test_values_set_by_hand_stop_the_step(key, value, index) -> None:
+def test_a_step_raises_if_a_group_value_is_bad(key, value, index) -> None:
     params, opt = trained(radius_lr=0.02)
     for p in params:
         p.grad = noise(*p.shape, seed=5)
     opt.param_groups[index][key] = value
     if key == "base_lr" and index == 1 and value == 0.0:
         return opt.step()  # AdamW has no radii
-    stops_before_anything_moves(opt, f"(?s)group {index}.*{key}={re.escape(repr(value))}")
+    assert_step_raises(opt, f"(?s)group {index}.*{key}={re.escape(repr(value))}")
     return None
 
 
-def test_values_that_a_step_needs_and_lacks_stop_it() -> None:
+def test_a_step_raises_if_a_group_value_is_missing() -> None:
     params, opt = trained(radius_lr=0.02)
     for p in params:
         p.grad = noise(*p.shape, seed=5)
@@ -465,7 +469,7 @@ def test_values_that_a_step_needs_and_lacks_stop_it() -> None:
     opt.step()
 
 
-def test_tensors_are_clocks_too() -> None:
+def test_a_clock_may_be_a_tensor() -> None:
     (params, opt), (others, other) = trained(), trained()
     other.param_groups[0]["step"] = torch.tensor(3)
     run(opt, params, 2, start=3)
@@ -474,7 +478,7 @@ def test_tensors_are_clocks_too() -> None:
         torch.testing.assert_close(p, q)
 
 
-def test_a_group_without_a_learning_rate_is_refused() -> None:
+def test_a_saved_group_without_a_learning_rate_is_rejected() -> None:
     _, opt = trained()
     saved = opt.state_dict()
     del saved["param_groups"][0]["lr"]
@@ -482,8 +486,8 @@ def test_a_group_without_a_learning_rate_is_refused() -> None:
         opt.load_state_dict(saved)
 
 
-def test_momentum_that_was_saved_in_float16_is_loaded_in_float32() -> None:
-    """Version 0.1 had state_dtype="float16", whose range is too small."""
+def test_momentum_saved_in_float16_is_loaded_in_float32() -> None:
+    """Version 0.1 allowed state_dtype="float16", whose range is too small."""
     params, opt = trained()
     saved = copy.deepcopy(opt.state_dict())
     for group in saved["param_groups"]:

@@ -1,4 +1,4 @@
-"""plan: every trainable parameter exactly once, where it belongs, or an error that names it."""
+"""plan: every trainable parameter is in exactly one group, the right one, or an error names it."""
 
 import pytest
 import torch
@@ -12,11 +12,11 @@ def rules(groups) -> dict[str, str]:
     return {name: group["algorithm"] for group in groups for name, _ in group["params"]}
 
 
-def values_of(groups, wanted: str) -> dict:
-    return next(g for g in groups for name, _ in g["params"] if name == wanted)
+def group_of(groups, parameter: str) -> dict:
+    return next(g for g in groups for name, _ in g["params"] if name == parameter)
 
 
-def test_every_parameter_exactly_once_and_where_it_belongs() -> None:
+def test_every_parameter_is_in_exactly_one_group_the_right_one() -> None:
     model = tiny_lm()
     groups = plan(model, blocks=BLOCKS)
     names = [name for group in groups for name, _ in group["params"]]
@@ -24,11 +24,11 @@ def test_every_parameter_exactly_once_and_where_it_belongs() -> None:
     hidden = {"qkv.weight", "out.weight", "up.weight", "down.weight"}
     for name, rule in rules(groups).items():
         assert rule == ("matrix" if any(name.endswith(h) for h in hidden) else "adamw"), name
-    assert values_of(groups, "layers.0.attn.qkv.weight")["blocks"] == 3
-    assert "blocks" not in values_of(groups, "layers.0.attn.out.weight")
+    assert group_of(groups, "layers.0.attn.qkv.weight")["blocks"] == 3
+    assert "blocks" not in group_of(groups, "layers.0.attn.out.weight")
 
 
-def test_it_prints_as_a_table() -> None:
+def test_a_plan_prints_as_a_table() -> None:
     model = tiny_lm()
     text = str(plan(model, blocks=BLOCKS, aux_lr=0.003, radius_lr=0.004))
     lines = text.splitlines()
@@ -41,11 +41,11 @@ def test_it_prints_as_a_table() -> None:
     head = next(line for line in lines if line.startswith("lm_head.weight"))
     assert "head" in head
     assert "0.003" in head
-    counted = [int(line.split()[1]) for line in lines[-2:]]
-    assert sum(counted) == len(list(model.parameters()))
+    counts = [int(line.split()[1]) for line in lines[-2:]]
+    assert sum(counts) == len(list(model.parameters()))
 
 
-def test_rates_reach_the_groups() -> None:
+def test_learning_rates_and_decay_reach_the_groups() -> None:
     groups = plan(tiny_lm(), aux_lr=0.003, radius_lr=0.004, aux_weight_decay=0.1)
     opt = AngularMuown(groups, lr=0.02)
     for group in opt.param_groups:
@@ -55,11 +55,11 @@ def test_rates_reach_the_groups() -> None:
             assert (group["lr"], group["radius_lr"], group["weight_decay"]) == (0.02, 0.004, 0.0)
 
 
-def test_overrides_by_pattern() -> None:
+def test_overrides_apply_by_pattern() -> None:
     groups = plan(tiny_lm(), overrides={"*.down.weight": {"lr": 0.5, "scale": "rms"}})
-    group = values_of(groups, "layers.1.down.weight")
+    group = group_of(groups, "layers.1.down.weight")
     assert (group["lr"], group["scale"]) == (0.5, "rms")
-    assert "lr" not in values_of(groups, "layers.1.up.weight")
+    assert "lr" not in group_of(groups, "layers.1.up.weight")
 
 
 class Tied(TinyLM):
@@ -74,7 +74,7 @@ def test_a_tied_head_is_one_parameter_and_goes_to_adamw() -> None:
     assert "lm_head.weight" not in rules(groups)
 
 
-def test_what_the_caller_declares_wins() -> None:
+def test_declarations_override_the_inferred_role() -> None:
     groups = plan(tiny_lm(), adamw=["*.up.*"], matrix=["lm_head.weight"])
     assert rules(groups)["layers.0.up.weight"] == "adamw"
     assert rules(groups)["lm_head.weight"] == "matrix"
@@ -96,23 +96,23 @@ class MoE(nn.Module):
         self.head = nn.Linear(8, 3)
 
 
-def test_a_matrix_inside_a_router_is_the_routers() -> None:
+def test_a_matrix_inside_a_router_goes_to_adamw() -> None:
     model = nn.ModuleDict({"router": nn.ModuleDict({"gate": nn.Linear(8, 4)})})
     assert rules(plan(model, head=None))["router.gate.weight"] == "adamw"
 
 
-def test_routers_and_expert_stacks() -> None:
+def test_routers_go_to_adamw_and_expert_stacks_must_be_declared() -> None:
     groups = plan(MoE(), stacks=["*.experts.up"])
-    found = rules(groups)
-    assert found["moe.gate.weight"] == "adamw"
-    assert found["mlp.router.weight"] == "adamw"
-    assert found["mlp.gate.weight"] == "matrix", "a gate without experts belongs to a gated MLP"
-    assert values_of(groups, "moe.experts.up")["view"] == "stack"
-    with pytest.raises(ValueError, match=r"cannot judge 'moe.experts.up' \(4, 16, 8\) in Module"):
+    by_name = rules(groups)
+    assert by_name["moe.gate.weight"] == "adamw"
+    assert by_name["mlp.router.weight"] == "adamw"
+    assert by_name["mlp.gate.weight"] == "matrix", "a gate without experts belongs to a gated MLP"
+    assert group_of(groups, "moe.experts.up")["view"] == "stack"
+    with pytest.raises(ValueError, match=r"role of 'moe.experts.up' \(4, 16, 8\) in Module"):
         plan(MoE())
 
 
-def test_all_of_a_router_and_the_gate_of_a_shared_expert() -> None:
+def test_all_of_a_router_and_the_gate_of_a_shared_expert_go_to_adamw() -> None:
     model = nn.ModuleDict(
         {
             "router": nn.ModuleDict({"layer": nn.Linear(8, 4)}),
@@ -125,7 +125,7 @@ def test_all_of_a_router_and_the_gate_of_a_shared_expert() -> None:
     assert matrices == ["shared_expert.weight"]
 
 
-def test_convolutions() -> None:
+def test_convolutions_are_matrices_unless_depthwise() -> None:
     model = nn.ModuleDict(
         {
             "first": nn.Conv2d(3, 8, 3),
@@ -136,17 +136,16 @@ def test_convolutions() -> None:
         }
     )
     groups = plan(model)
-    found = rules(groups)
-    assert found["depthwise.weight"] == "adamw"
-    assert values_of(groups, "first.weight")["view"] == "conv"
-    assert values_of(groups, "grouped.weight")["blocks"] == 2
-    assert values_of(groups, "series.weight")["view"] == "conv"
+    assert rules(groups)["depthwise.weight"] == "adamw"
+    assert group_of(groups, "first.weight")["view"] == "conv"
+    assert group_of(groups, "grouped.weight")["blocks"] == 2
+    assert group_of(groups, "series.weight")["view"] == "conv"
     opt = AngularMuown(groups)
     model["first"](torch.randn(2, 3, 8, 8)).sum().backward()
     opt.step()
 
 
-def test_modules_whose_fused_weights_torch_documents() -> None:
+def test_fused_weights_of_torch_modules_are_cut_into_blocks() -> None:
     model = nn.ModuleDict(
         {
             "attention": nn.MultiheadAttention(8, 2),
@@ -156,21 +155,21 @@ def test_modules_whose_fused_weights_torch_documents() -> None:
         }
     )
     groups = plan(model)
-    assert values_of(groups, "attention.in_proj_weight")["blocks"] == 3
-    assert values_of(groups, "lstm.weight_ih_l0")["blocks"] == 4
-    assert "blocks" not in values_of(groups, "lstm.weight_hr_l0")
-    assert values_of(groups, "gru.weight_hh_l0")["blocks"] == 3
+    assert group_of(groups, "attention.in_proj_weight")["blocks"] == 3
+    assert group_of(groups, "lstm.weight_ih_l0")["blocks"] == 4
+    assert "blocks" not in group_of(groups, "lstm.weight_hr_l0")
+    assert group_of(groups, "gru.weight_hh_l0")["blocks"] == 3
     AngularMuown(groups)
 
 
-def test_declaring_a_matrix_keeps_what_torch_documents_of_its_module() -> None:
+def test_declaring_a_matrix_keeps_the_layout_of_a_torch_module() -> None:
     model = nn.ModuleDict(
         {"depthwise": nn.Conv2d(8, 8, 3, groups=8), "attention": nn.MultiheadAttention(8, 2)}
     )
     groups = plan(model, matrix=["depthwise.weight", "attention.in_proj_weight"], head=None)
-    assert values_of(groups, "depthwise.weight")["view"] == "conv"
-    assert values_of(groups, "depthwise.weight")["blocks"] == 8
-    assert values_of(groups, "attention.in_proj_weight")["blocks"] == 3
+    assert group_of(groups, "depthwise.weight")["view"] == "conv"
+    assert group_of(groups, "depthwise.weight")["blocks"] == 8
+    assert group_of(groups, "attention.in_proj_weight")["blocks"] == 3
     AngularMuown(groups)
 
 
@@ -181,7 +180,7 @@ def test_one_plan_serves_several_optimizers() -> None:
     assert all(group["family"] == "Muon" and group["lr"] == 0.01 for group in muon.param_groups)
 
 
-def test_norms_and_attention_biases_with_more_dimensions() -> None:
+def test_multidimensional_norms_and_attention_biases_go_to_adamw() -> None:
     model = nn.ModuleDict(
         {
             "norm": nn.LayerNorm((4, 8)),
@@ -195,13 +194,13 @@ def test_norms_and_attention_biases_with_more_dimensions() -> None:
     AngularMuown(groups)
 
 
-def test_a_cut_taken_back_prints_too() -> None:
+def test_a_cut_overridden_with_none_prints_as_whole() -> None:
     assert "whole" in str(plan(tiny_lm(), overrides={"*.up.weight": {"blocks": None}}))
 
 
-def test_transposed_weights() -> None:
+def test_transposed_weights_are_declared_by_pattern() -> None:
     groups = plan(tiny_lm(), transposed=["*.up.weight"])
-    assert values_of(groups, "layers.0.up.weight")["transposed"] is True
+    assert group_of(groups, "layers.0.up.weight")["transposed"] is True
 
 
 def test_frozen_parameters_are_not_planned() -> None:
@@ -210,7 +209,7 @@ def test_frozen_parameters_are_not_planned() -> None:
     assert "embedding.weight" not in rules(plan(model))
 
 
-def test_a_frozen_head_is_not_missed() -> None:
+def test_a_frozen_head_counts_as_the_head() -> None:
     model = tiny_lm()
     model.requires_grad_(False)
     model.layers[0].up.requires_grad_(True)
@@ -227,7 +226,7 @@ class Bare(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         ({"blocks": {"*.attention.qkv": 3}}, r"blocks: pattern '\*.attention.qkv' matches no"),
         ({"adamw": ["nothing"]}, "pattern 'nothing' matches no trainable parameter"),
@@ -243,38 +242,38 @@ class Bare(nn.Module):
         ({"overrides": {"*.up.weight": {"algorithm": "adamw"}}}, "use matrix="),
         (
             {"blocks": {"*.qkv.weight": 3}, "overrides": {"*.qkv.weight": {"blocks": 2}}},
-            "settled already",
+            "already set",
         ),
-        ({"head": "lm_head.*", "matrix": ["lm_head.weight"]}, "say it once"),
-        ({"adamw": ["*.up.weight"], "transposed": ["*.up.weight"]}, "needs no orientation"),
+        ({"head": "lm_head.*", "matrix": ["lm_head.weight"]}, "remove one of them"),
+        ({"adamw": ["*.up.weight"], "transposed": ["*.up.weight"]}, "ignores the orientation"),
     ],
 )
-def test_patterns_that_do_not_fit(arguments, words) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_bad_patterns_are_rejected(arguments, message) -> None:
+    with pytest.raises(ValueError, match=message):
         plan(tiny_lm(), **arguments)
 
 
-def test_what_cannot_be_judged_is_named_with_the_remedy() -> None:
-    with pytest.raises(ValueError, match=r"cannot judge 'table' \(5, 3\) in Bare.*adamw=\["):
+def test_a_parameter_with_an_unknown_role_is_named_with_the_remedy() -> None:
+    with pytest.raises(ValueError, match=r"role of 'table' \(5, 3\) in Bare.*adamw=\["):
         plan(Bare())
     assert rules(plan(Bare(), matrix=["table"]))["table"] == "matrix"
 
 
-def test_a_model_without_a_visible_head_has_to_say_so() -> None:
+def test_a_head_that_is_not_found_must_be_declared() -> None:
     mlp = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     with pytest.raises(ValueError, match=r"finds no output head in Sequential.*head=None"):
         plan(mlp)
     assert rules(plan(mlp, head="2.*"))["2.weight"] == "adamw"
     assert rules(plan(mlp, head=None))["2.weight"] == "matrix"
     with pytest.raises(ValueError, match="finds no output head"):
-        plan(mlp, adamw=["0.weight"])  # says nothing about the head
+        plan(mlp, adamw=["0.weight"])  # does not declare the head
 
 
-def test_a_string_is_one_pattern() -> None:
+def test_a_string_is_a_single_pattern() -> None:
     assert rules(plan(tiny_lm(), adamw="layers.0.up.weight"))["layers.0.up.weight"] == "adamw"
 
 
-def test_overrides_show_in_the_table() -> None:
+def test_the_table_shows_overrides() -> None:
     text = str(plan(tiny_lm(), overrides={"*.up.weight": {"momentum": 0.5}}, aux_weight_decay=0.1))
     row = next(line for line in text.splitlines() if line.startswith("layers.0.up.weight"))
     assert row.endswith("hidden, momentum=0.5")
@@ -282,7 +281,7 @@ def test_overrides_show_in_the_table() -> None:
     assert head.endswith("head, weight_decay=0.1")
 
 
-def test_fc_is_a_head_on_top_only_and_transposed_convolutions_go_to_adamw() -> None:
+def test_fc_is_a_head_at_the_top_level_only_and_transposed_convolutions_go_to_adamw() -> None:
     model = nn.ModuleDict(
         {
             "up": nn.ConvTranspose2d(8, 4, 2),
@@ -290,17 +289,17 @@ def test_fc_is_a_head_on_top_only_and_transposed_convolutions_go_to_adamw() -> N
             "fc": nn.Linear(8, 2),
         }
     )
-    found = rules(plan(model))
-    assert found["up.weight"] == "adamw"
-    assert found["block.fc.weight"] == "matrix"
-    assert found["fc.weight"] == "adamw"
+    by_name = rules(plan(model))
+    assert by_name["up.weight"] == "adamw"
+    assert by_name["block.fc.weight"] == "matrix"
+    assert by_name["fc.weight"] == "adamw"
 
 
-def test_a_model_is_no_parameter_list() -> None:
+def test_a_model_instead_of_parameters_is_rejected() -> None:
     with pytest.raises(TypeError, match=r"pass plan\(model\)"):
         AngularMuown(tiny_lm())
 
 
-def test_blocks_that_do_not_divide_are_caught_by_the_optimizer() -> None:
+def test_the_optimizer_rejects_blocks_that_do_not_divide() -> None:
     with pytest.raises(ValueError, match=r"'layers.0.attn.qkv.weight' .*48 does not divide into 5"):
         AngularMuown(plan(tiny_lm(), blocks={"*.qkv.weight": 5}))

@@ -1,4 +1,4 @@
-"""16-bit weights: maths in float32, and no step too small to arrive."""
+"""16-bit weights: steps are computed in float32, and small steps are not lost."""
 
 import inspect
 import sysconfig
@@ -16,12 +16,12 @@ from tests.library.models import BLOCKS, TinyLM
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rounding_goes_to_a_neighbour_and_is_right_on_average(dtype) -> None:
+def test_rounding_picks_a_neighbour_and_is_unbiased(dtype) -> None:
     X = noise(40, 60, seed=1, dtype=torch.float32)
     draws = torch.stack([round_stochastically(X, dtype, seed).float() for seed in range(400)])
     ulp = (X.to(dtype).float() * torch.finfo(dtype).eps).abs()
     assert ((draws - X).abs() <= ulp * 1.01).all()
-    # the mean of 400 draws is off by half an ulp / sqrt(400) at most, typically
+    # a draw's standard deviation is at most half an ulp: at most 0.025 for the mean of 400
     assert ((draws.mean(0) - X) / ulp).square().mean().sqrt() < 0.03
     exact = X.to(dtype)
     assert torch.equal(round_stochastically(exact.float(), dtype, 7), exact)
@@ -29,22 +29,22 @@ def test_rounding_goes_to_a_neighbour_and_is_right_on_average(dtype) -> None:
 
 @pytest.mark.parametrize("size", [2.3e-8, 3e-7, 4e-5])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_float16_is_right_on_average_below_its_normal_range(size, sign) -> None:
+def test_rounding_to_float16_is_unbiased_for_subnormals(size, sign) -> None:
     X = torch.full((60, 60), sign * size)
     mean = round_stochastically(X, torch.float16, 3).float().mean()
     assert mean.item() == pytest.approx(sign * size, rel=0.05)
 
 
-def test_rounding_is_a_function_of_seed_and_place() -> None:
+def test_rounding_depends_on_the_seed_and_not_on_torchs_random_state() -> None:
     X = noise(5, 6, seed=1, dtype=torch.float32)
     state = torch.get_rng_state()
     a = round_stochastically(X, torch.bfloat16, 3)
     assert torch.equal(a, round_stochastically(X, torch.bfloat16, 3))
     assert not torch.equal(a, round_stochastically(X, torch.bfloat16, 4))
-    assert torch.equal(torch.get_rng_state(), state), "torch's random numbers are left alone"
+    assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_rounding_keeps_what_is_not_finite() -> None:
+def test_rounding_keeps_inf_and_nan() -> None:
     X = torch.tensor([[float("inf"), float("-inf"), float("nan"), 0.0]])
     rounded = round_stochastically(X, torch.bfloat16, 1)
     torch.testing.assert_close(rounded.float(), X, equal_nan=True)
@@ -52,39 +52,43 @@ def test_rounding_keeps_what_is_not_finite() -> None:
 
 @pytest.mark.parametrize("optimizer", FAMILY)
 @pytest.mark.parametrize("write_back", ["stochastic", "master"])
-def test_small_steps_arrive(optimizer, write_back) -> None:
-    """Steps of 3e-4 rad, below bf16's resolution: over 20 steps the weight moves along the
-    float32 run's direction as far as that run does, within 5%."""
+def test_small_steps_are_not_lost(optimizer, write_back) -> None:
+    """Steps of 3e-4 rad are below bf16's resolution.
+
+    After 20 of them the bf16 weight has moved as far along the float32 run's displacement as that
+    run, within 5%.
+    """
     shape, lr = (128, 192), 3e-4
     start = parameter(*shape, dtype=torch.float32).detach().bfloat16()
     start /= start.float().norm(dim=-1, keepdim=True).bfloat16()  # unit rows: lr is an angle
-    moved = []
+    displacements = []
     for dtype in (torch.float32, torch.bfloat16):
         p = nn.Parameter(start.to(dtype, copy=True))
         values = {"scale": "fan_ratio", "orthogonalize": "polar_express", "weight_decay": 0.0}
-        known = inspect.signature(optimizer).parameters
-        values = {key: value for key, value in values.items() if key in known}
+        accepted = inspect.signature(optimizer).parameters
+        values = {key: value for key, value in values.items() if key in accepted}
         opt = optimizer([p], lr=lr, write_back=write_back, **values)
         for t in range(20):
             p.grad = (noise(*shape, seed=0) + 0.3 * noise(*shape, seed=t + 1)).to(dtype)
             opt.step()
-        moved.append((p.detach().float() - start.float()).flatten())
-    wanted, got = moved
-    assert (got @ wanted / wanted.square().sum()).item() == pytest.approx(1.0, abs=0.05)
+        displacements.append((p.detach().float() - start.float()).flatten())
+    expected, actual = displacements
+    assert (actual @ expected / expected.square().sum()).item() == pytest.approx(1.0, abs=0.05)
 
 
-def test_rounding_to_nearest_would_lose_those_steps() -> None:
-    """Why the write-back matters: the same step, written with a plain copy, hardly arrives."""
+def test_rounding_to_nearest_would_lose_small_steps() -> None:
+    """Less than half of a small step survives a plain copy to bf16."""
     W = noise(64, 64, seed=1, dtype=torch.float32).bfloat16()
     step = 3e-4 * W.float().norm(dim=-1, keepdim=True) * torch.sign(noise(64, 64, seed=2)) / 8
-    plain = (W.float() + step).bfloat16().float() - W.float()
-    fair = round_stochastically((W.float() + step).float(), torch.bfloat16, 0).float() - W.float()
-    along = [(x * step).sum() / step.square().sum() for x in (plain, fair)]
-    assert along[0] < 0.5
-    assert along[1] == pytest.approx(1.0, abs=0.15)
+    moved = W.float() + step
+    nearest = moved.bfloat16().float() - W.float()
+    stochastic = round_stochastically(moved.float(), torch.bfloat16, 0).float() - W.float()
+    survived = [(x * step).sum() / step.square().sum() for x in (nearest, stochastic)]
+    assert survived[0] < 0.5
+    assert survived[1] == pytest.approx(1.0, abs=0.15)
 
 
-def test_master_follows_weights_that_were_changed_from_outside() -> None:
+def test_the_master_copy_follows_weights_changed_outside_the_optimizer() -> None:
     p = parameter(4, 6, dtype=torch.bfloat16)
     opt = AngularMuown([p], write_back="master", lr=1e-4)
     for t in range(3):
@@ -99,7 +103,7 @@ def test_master_follows_weights_that_were_changed_from_outside() -> None:
 
 
 def _text_batches(steps: int) -> list[torch.Tensor]:
-    """Real text: the bytes of a standard library module, in 20 classes."""
+    """Return batches of real text: the bytes of a standard library module, in 20 classes."""
     source = Path(sysconfig.get_path("stdlib")) / "argparse.py"
     data = torch.tensor(list(source.read_bytes()[:60_000])) % 20
     generator = torch.Generator().manual_seed(0)
@@ -108,7 +112,7 @@ def _text_batches(steps: int) -> list[torch.Tensor]:
 
 
 def _train(dtype: torch.dtype, write_back: str, batches: list[torch.Tensor]) -> float:
-    """The loss decrease: mean of the first three against mean of the last twenty losses."""
+    """Return the decrease from the mean of the first 3 losses to the mean of the last 20."""
     torch.manual_seed(0)
     model = TinyLM(d=32).to(dtype)
     groups = plan(model, blocks=BLOCKS, aux_lr=0.004)
@@ -125,9 +129,9 @@ def _train(dtype: torch.dtype, write_back: str, batches: list[torch.Tensor]) -> 
 
 
 @pytest.mark.parametrize("write_back", ["stochastic", "master"])
-def test_a_run_with_bf16_weights_learns_as_much(write_back) -> None:
+def test_bf16_weights_learn_as_much_as_float32(write_back) -> None:
     batches = _text_batches(200)
-    full = _train(torch.float32, write_back, batches)
-    half = _train(torch.bfloat16, write_back, batches)
-    assert full > 0.5, "the task has to be learnt at all"
-    assert half == pytest.approx(full, rel=0.02)
+    float32 = _train(torch.float32, write_back, batches)
+    bf16 = _train(torch.bfloat16, write_back, batches)
+    assert float32 > 0.5, "nothing to compare if the task is not learned"
+    assert bf16 == pytest.approx(float32, rel=0.02)

@@ -1,4 +1,4 @@
-"""Views and stacks: a cut loses nothing, and stacking changes nothing, bit for bit."""
+"""Layouts and stacks: cuts cover every element, and stacking does not change a single bit."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from angular_muown import engine
-from angular_muown.params import stacks as views
+from angular_muown.params import stacks
 from angular_muown.params.layout import Layout, block_sizes
 from tests.library.family import FAMILY, noise, parameter, pull, run
 
@@ -27,8 +27,8 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("layout", "shape"), LAYOUTS, ids=str)
-def test_the_pieces_are_the_parameter(layout: Layout, shape) -> None:
-    """Writing through the pieces reaches every element once; state vectors are cut alike."""
+def test_cuts_cover_every_element_once(layout: Layout, shape) -> None:
+    """Cuts are views, and state vectors are cut the same way."""
     X = torch.zeros(shape)
     pieces = layout.cut(X)
     for piece in pieces:
@@ -46,7 +46,7 @@ def test_the_pieces_are_the_parameter(layout: Layout, shape) -> None:
 
 
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6))
-def test_block_sizes(sizes) -> None:
+def test_block_sizes_are_those_given_or_equal(sizes) -> None:
     assert block_sizes(sum(sizes), sizes) == sizes
     assert block_sizes(3 * len(sizes), len(sizes)) == [3] * len(sizes)
 
@@ -54,7 +54,7 @@ def test_block_sizes(sizes) -> None:
 @pytest.mark.parametrize("optimizer", FAMILY)
 @pytest.mark.parametrize("orthogonalize", ["polar_express", "newton_schulz", "gram", "svd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_stacked_is_looped_bit_for_bit(optimizer, orthogonalize, dtype) -> None:
+def test_stacked_equals_one_by_one_bit_for_bit(optimizer, orthogonalize, dtype) -> None:
     shapes = [(16, 24), (24, 16), (16, 24), (16, 24), (8, 40), (24, 16)]
     together = [parameter(*shape, seed=i, dtype=dtype) for i, shape in enumerate(shapes)]
     alone = [nn.Parameter(p.detach().clone()) for p in together]
@@ -70,17 +70,17 @@ def test_stacked_is_looped_bit_for_bit(optimizer, orthogonalize, dtype) -> None:
 @pytest.mark.parametrize("optimizer", FAMILY)
 def test_the_order_of_parameters_does_not_matter(optimizer) -> None:
     shapes = [(16, 24), (24, 16), (16, 24), (9, 9)]
-    ends = []
+    results = []
     for order in ([0, 1, 2, 3], [3, 2, 0, 1]):
         params = [parameter(*shape, seed=i) for i, shape in enumerate(shapes)]
         opt = optimizer([params[i] for i in order], lr=0.02)
         run(opt, params, 8)
-        ends.append(params)
-    assert all(torch.equal(p, q) for p, q in zip(*ends, strict=True))
+        results.append(params)
+    assert all(torch.equal(p, q) for p, q in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)
-def test_a_stack_is_its_matrices_one_by_one(optimizer) -> None:
+def test_a_stack_equals_its_matrices_one_by_one(optimizer) -> None:
     stack = parameter(4, 6, 10)
     alone = [nn.Parameter(X.clone()) for X in stack.detach()]
     whole = optimizer([{"params": [stack], "view": "stack"}], lr=0.02)
@@ -95,20 +95,18 @@ def test_a_stack_is_its_matrices_one_by_one(optimizer) -> None:
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)
-@pytest.mark.parametrize("room", [1, 3 * 6 * 10])
-def test_a_step_takes_no_more_than_its_room_and_is_the_same_to_the_bit(
-    optimizer, room, monkeypatch
-) -> None:
-    ends, sizes = [], []
+@pytest.mark.parametrize("limit", [1, 3 * 6 * 10])
+def test_the_workspace_limits_stacks_without_changing_a_bit(optimizer, limit, monkeypatch) -> None:
+    results, sizes = [], []
     step = engine.update_alone
 
     def spy(stack, *args) -> None:
         sizes.append(sum(view.W.numel() for view in stack.views))
         step(stack, *args)
 
-    for least in (room, 2**24):
-        monkeypatch.setattr(views, "LEAST_ELEMENTS", least)
-        monkeypatch.setattr(engine, "update_alone", spy if least == room else step)
+    for least in (limit, 2**24):
+        monkeypatch.setattr(stacks, "LEAST_ELEMENTS", least)
+        monkeypatch.setattr(engine, "update_alone", spy if least == limit else step)
         params = [parameter(6, 10, seed=i) for i in range(4)] + [parameter(5, 6, 10)]
         groups = [{"params": params[:4]}, {"params": params[4:], "view": "stack"}]
         opt = optimizer(groups, lr=0.02, workspace=1e-9)
@@ -116,22 +114,22 @@ def test_a_step_takes_no_more_than_its_room_and_is_the_same_to_the_bit(
             for i, p in enumerate(params):
                 p.grad = noise(*p.shape, seed=10 * t + i)
             opt.step()
-        ends.append(params)
-    assert all(torch.equal(p, q) for p, q in zip(*ends, strict=True))
-    wanted = {1: [60] * 9, 180: [180, 60, 180, 120]}[room]
-    assert sizes == 4 * wanted
+        results.append(params)
+    assert all(torch.equal(p, q) for p, q in zip(*results, strict=True))
+    expected = {1: [60] * 9, 180: [180, 60, 180, 120]}[limit]
+    assert sizes == 4 * expected
 
 
-def test_the_room_grows_with_the_model(monkeypatch) -> None:
-    monkeypatch.setattr(views, "LEAST_ELEMENTS", 1)
+def test_the_workspace_grows_with_the_model(monkeypatch) -> None:
+    monkeypatch.setattr(stacks, "LEAST_ELEMENTS", 1)
     opened = [
-        views.OpenParameter(p, {"momentum_buffer": p}, Layout()) for p in (parameter(6, 8),) * 24
+        stacks.OpenParameter(p, {"momentum_buffer": p}, Layout()) for p in (parameter(6, 8),) * 24
     ]
     for one in opened:
         one.parameter.grad = one.parameter.detach()
         one.state["step"] = torch.tensor(1.0)
     group = {"workspace": 1.0, "maximize": False, "write_back": "master"}
-    assert [len(stack.views) for stack in views.stacks(opened, (), group)] == [2] * 12
+    assert [len(stack.views) for stack in stacks.stacks(opened, (), group)] == [2] * 12
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)
@@ -140,25 +138,25 @@ def test_the_room_grows_with_the_model(monkeypatch) -> None:
 )
 def test_memory_format_does_not_matter(optimizer, dtype, write_back) -> None:
     """A channels_last convolution and a weight that is a transposed view are written in place."""
-    plain = parameter(6, 4, 3, 3, dtype=dtype)
-    last = nn.Parameter(plain.detach().clone(memory_format=torch.channels_last))
-    straight = parameter(5, 7, dtype=dtype)
-    turned = nn.Parameter(straight.detach().t().contiguous().t())
-    assert not last.is_contiguous()
-    assert not turned.is_contiguous()
+    conv = parameter(6, 4, 3, 3, dtype=dtype)
+    channels_last = nn.Parameter(conv.detach().clone(memory_format=torch.channels_last))
+    matrix = parameter(5, 7, dtype=dtype)
+    transposed = nn.Parameter(matrix.detach().t().contiguous().t())
+    assert not channels_last.is_contiguous()
+    assert not transposed.is_contiguous()
     for p, values in (
-        (plain, {"view": "conv"}),
-        (last, {"view": "conv"}),
-        (straight, {}),
-        (turned, {}),
+        (conv, {"view": "conv"}),
+        (channels_last, {"view": "conv"}),
+        (matrix, {}),
+        (transposed, {}),
     ):
         before = p.detach().clone()
         run(optimizer([{"params": [p], **values}], lr=0.02, write_back=write_back), [p], 5)
         assert not torch.equal(p, before)
-    close = {torch.float64: 1e-9, torch.bfloat16: 1e-2}[dtype]
-    torch.testing.assert_close(last, plain, rtol=close, atol=close)
-    torch.testing.assert_close(turned, straight, rtol=close, atol=close)
-    assert last.is_contiguous(memory_format=torch.channels_last)
+    tolerance = {torch.float64: 1e-9, torch.bfloat16: 1e-2}[dtype]
+    torch.testing.assert_close(channels_last, conv, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(transposed, matrix, rtol=tolerance, atol=tolerance)
+    assert channels_last.is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)

@@ -1,4 +1,4 @@
-"""State dicts: what is saved, in which dtype, and that a resumed run is the uninterrupted one."""
+"""State dicts: their contents and dtypes, and that a resumed run equals an uninterrupted one."""
 
 import copy
 import io
@@ -19,7 +19,7 @@ from tests.library.family import FAMILY, parameter, run
 from tests.library.models import BLOCKS, loss_of, tiny_lm
 
 
-def through_a_file(state_dict: dict[str, Any]) -> dict[str, Any]:
+def save_and_load(state_dict: dict[str, Any]) -> dict[str, Any]:
     buffer = io.BytesIO()
     torch.save(state_dict, buffer)
     buffer.seek(0)
@@ -41,12 +41,12 @@ def train(model: nn.Module, opt: Engine, start: int, steps: int) -> None:
 @pytest.mark.parametrize("optimizer", FAMILY)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("write_back", ["stochastic", "master"])
-def test_resumed_is_uninterrupted_bit_for_bit(optimizer, dtype, write_back) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_one(optimizer, dtype, write_back) -> None:
     a, opt_a = make(optimizer, dtype, write_back=write_back)
     train(a, opt_a, 0, 4)
     b, opt_b = make(optimizer, dtype, write_back=write_back)
-    b.load_state_dict(through_a_file(a.state_dict()))
-    opt_b.load_state_dict(state_dict=through_a_file(opt_a.state_dict()))
+    b.load_state_dict(save_and_load(a.state_dict()))
+    opt_b.load_state_dict(state_dict=save_and_load(opt_a.state_dict()))
     train(a, opt_a, 4, 4)
     train(b, opt_b, 4, 4)
     for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
@@ -59,10 +59,10 @@ def test_dtypes_survive_loading(optimizer, state_dtype) -> None:
     p = parameter(6, 4, dtype=torch.bfloat16)
     opt = optimizer([p], state_dtype=state_dtype)
     run(opt, [p], 3)
-    wanted = torch.bfloat16 if state_dtype == torch.bfloat16 else torch.float32
-    assert opt.state[p]["momentum_buffer"].dtype == wanted
+    expected = torch.bfloat16 if state_dtype == torch.bfloat16 else torch.float32
+    assert opt.state[p]["momentum_buffer"].dtype == expected
     fresh = optimizer([p], state_dtype=state_dtype)
-    fresh.load_state_dict(through_a_file(opt.state_dict()))
+    fresh.load_state_dict(save_and_load(opt.state_dict()))
     for key, value in opt.state[p].items():
         assert fresh.state[p][key].dtype == value.dtype, key
         assert torch.equal(fresh.state[p][key], value), key
@@ -70,8 +70,8 @@ def test_dtypes_survive_loading(optimizer, state_dtype) -> None:
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)
-def test_two_optimizers_share_nothing_after_loading(optimizer) -> None:
-    """torch hands the counter over without a copy: both would count each other's steps."""
+def test_two_optimizers_share_no_state_after_loading(optimizer) -> None:
+    """torch does not copy the counter: each optimizer would count the other's steps."""
     (a, opt_a), (_, opt_b) = make(optimizer, torch.float32), make(optimizer, torch.float32)
     train(a, opt_a, 0, 2)
     opt_b.load_state_dict(opt_a.state_dict())
@@ -83,7 +83,7 @@ def test_two_optimizers_share_nothing_after_loading(optimizer) -> None:
             assert torch.equal(after["state"][i][key], value), key
 
 
-def test_the_counter_goes_past_256_with_bf16_weights() -> None:
+def test_the_counter_passes_256_with_bf16_weights() -> None:
     p = parameter(3, 4, dtype=torch.bfloat16)
     opt = AngularMuown([p])
     run(opt, [p], 2)
@@ -95,7 +95,7 @@ def test_the_counter_goes_past_256_with_bf16_weights() -> None:
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)
-def test_state_is_a_momentum_and_vectors(optimizer) -> None:
+def test_state_is_one_momentum_buffer_and_vectors(optimizer) -> None:
     p = parameter(6, 40)
     opt = optimizer([p])
     run(opt, [p], 1)
@@ -111,11 +111,11 @@ def test_state_is_a_momentum_and_vectors(optimizer) -> None:
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)
-def test_taking_the_state_dict_of_a_fresh_optimizer_changes_nothing(optimizer) -> None:
-    """torch materialises state by a step with lr = 0 and zero gradients."""
+def test_getting_the_state_dict_of_a_fresh_optimizer_only_creates_state(optimizer) -> None:
+    """torch creates the state by a step with lr = 0 and zero gradients."""
     (a, opt_a), (b, opt_b) = make(optimizer, torch.float32), make(optimizer, torch.float32)
     get_optimizer_state_dict(a, opt_a)
-    assert opt_a.state, "state was made"
+    assert opt_a.state
     assert all(g["step"] == 0 for g in opt_a.param_groups)
     assert all(s["step"] == 0 for s in opt_a.state.values())
     train(a, opt_a, 0, 3)
@@ -125,7 +125,7 @@ def test_taking_the_state_dict_of_a_fresh_optimizer_changes_nothing(optimizer) -
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)
-def test_distributed_state_dicts_resume_too(optimizer) -> None:
+def test_a_run_resumes_from_a_distributed_state_dict(optimizer) -> None:
     a, opt_a = make(optimizer, torch.float32)
     train(a, opt_a, 0, 3)
     b, opt_b = make(optimizer, torch.float32)
@@ -137,8 +137,8 @@ def test_distributed_state_dicts_resume_too(optimizer) -> None:
         assert torch.equal(p, q)
 
 
-def test_a_first_real_step_at_lr_zero_counts() -> None:
-    """Warm-up schedules start at 0; only a step with zero gradients as well is a rehearsal."""
+def test_a_first_step_at_lr_zero_with_gradients_counts() -> None:
+    """Warmup schedules start at 0. Only a step with zero gradients as well is a state probe."""
     p = parameter(4, 6)
     opt = AngularMuown([p], lr=0.01)
     opt.param_groups[0]["lr"] = 0.0
@@ -149,7 +149,8 @@ def test_a_first_real_step_at_lr_zero_counts() -> None:
     torch.testing.assert_close(p.detach(), before)
 
 
-def test_loading_says_when_it_changes_kappa_and_the_loaded_value_wins() -> None:
+def test_loading_warns_if_it_changes_kappa() -> None:
+    """The loaded value replaces the optimizer's."""
     p = parameter(4, 6)
     saved = AngularMuown([p], decay_scale=2e-3).state_dict()
     opt = AngularMuown([p], decay_scale=5e-3)
@@ -158,7 +159,7 @@ def test_loading_says_when_it_changes_kappa_and_the_loaded_value_wins() -> None:
     assert caught[0].filename == __file__, "the warning points at the caller"
     group = opt.param_groups[0]
     assert group["decay_scale"] == 2e-3
-    group["decay_scale"] = 5e-3  # what the warning says to do
+    group["decay_scale"] = 5e-3  # as the warning advises
     group["step"] = 1000
     assert opt.kappa(group) == pytest.approx(1 / 6)
 
@@ -171,15 +172,15 @@ OTHER_METHODS: dict[str, Any] = {
 
 @pytest.mark.parametrize("key", OTHER_METHODS)
 @pytest.mark.parametrize("saved_is_plain", [False, True])
-def test_loading_says_when_it_changes_the_method(key, saved_is_plain) -> None:
+def test_loading_warns_if_it_changes_the_method(key, saved_is_plain) -> None:
     p = parameter(4, 6)
     pair = [AngularMuown([p], **{key: OTHER_METHODS[key]}), AngularMuown([p])]
-    there, here = reversed(pair) if saved_is_plain else pair
-    value, lost = (opt.param_groups[0][key] for opt in (there, here))
-    with pytest.warns(UserWarning, match=f"{key}={value!r} from .* {key}={lost!r}") as caught:
-        here.load_state_dict(through_a_file(there.state_dict()))
+    source, target = reversed(pair) if saved_is_plain else pair
+    new, old = (opt.param_groups[0][key] for opt in (source, target))
+    with pytest.warns(UserWarning, match=f"{key}={new!r} from .* {key}={old!r}") as caught:
+        target.load_state_dict(save_and_load(source.state_dict()))
     assert len(caught) == 1
-    assert here.param_groups[0][key] == value
+    assert target.param_groups[0][key] == new
 
 
 def test_loading_equal_values_is_silent() -> None:
@@ -191,12 +192,12 @@ def test_loading_equal_values_is_silent() -> None:
 
 
 @pytest.mark.parametrize("key", OTHER_METHODS)
-def test_a_state_dict_from_before_a_setting_has_its_default(key) -> None:
-    """That of the optimizer it is loaded into. A group with a value of its own loses it aloud."""
+def test_a_state_dict_without_a_newer_setting_gets_the_optimizers_default(key) -> None:
+    """A value set in a group, not in the constructor, is replaced with a warning."""
     p = parameter(4, 6)
     opt = AngularMuown([p])
     run(opt, [p], 2)
-    saved = through_a_file(opt.state_dict())
+    saved = save_and_load(opt.state_dict())
     del saved["param_groups"][0][key]
     fresh = AngularMuown([p])
     default = fresh.param_groups[0][key]
@@ -205,17 +206,17 @@ def test_a_state_dict_from_before_a_setting_has_its_default(key) -> None:
         fresh.load_state_dict(copy.deepcopy(saved))
     assert fresh.param_groups[0][key] == default
     run(fresh, [p], 1, start=2)
-    kept = AngularMuown([p], **{key: OTHER_METHODS[key]})
-    kept.load_state_dict(copy.deepcopy(saved))
-    assert kept.param_groups[0][key] == OTHER_METHODS[key]
-    own = AngularMuown([{"params": [p], key: OTHER_METHODS[key]}])
+    by_constructor = AngularMuown([p], **{key: OTHER_METHODS[key]})
+    by_constructor.load_state_dict(copy.deepcopy(saved))
+    assert by_constructor.param_groups[0][key] == OTHER_METHODS[key]
+    by_group = AngularMuown([{"params": [p], key: OTHER_METHODS[key]}])
     with pytest.warns(UserWarning, match=f"{key}={default!r} .*replaces .*{OTHER_METHODS[key]!r}"):
-        own.load_state_dict(copy.deepcopy(saved))
-    assert own.param_groups[0][key] == default
+        by_group.load_state_dict(copy.deepcopy(saved))
+    assert by_group.param_groups[0][key] == default
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)
-def test_hooks_of_the_user_see_and_change_what_is_loaded(optimizer) -> None:
+def test_user_hooks_see_and_change_what_is_loaded(optimizer) -> None:
     p = parameter(4, 6, dtype=torch.bfloat16)
     opt = optimizer([p])
     run(opt, [p], 2)
@@ -223,11 +224,11 @@ def test_hooks_of_the_user_see_and_change_what_is_loaded(optimizer) -> None:
     doubled = copy.deepcopy(opt.state_dict())
     doubled["state"][0]["momentum_buffer"] = doubled["state"][0]["momentum_buffer"] * 2
     fresh.register_load_state_dict_pre_hook(lambda _, state_dict: doubled)
-    seen = []
+    dtypes = []
     fresh.register_load_state_dict_post_hook(
-        lambda o: seen.append(o.state[p]["momentum_buffer"].dtype)
+        lambda o: dtypes.append(o.state[p]["momentum_buffer"].dtype)
     )
     fresh.load_state_dict(opt.state_dict())
-    assert seen == [torch.float32]
+    assert dtypes == [torch.float32]
     assert torch.equal(fresh.state[p]["momentum_buffer"], opt.state[p]["momentum_buffer"] * 2)
-    assert len(fresh._optimizer_load_state_dict_pre_hooks) == 1, "ours are gone again"
+    assert len(fresh._optimizer_load_state_dict_pre_hooks) == 1, "only the user's hook remains"

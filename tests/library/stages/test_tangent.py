@@ -115,7 +115,7 @@ def test_tangent_is_selected_by_name() -> None:
 
 @pytest.mark.parametrize("member", [Muon, Muown, NorMuon, Hyperball])
 def test_members_without_the_constraint_refuse_it(member) -> None:
-    with pytest.raises(ValueError, match=r"orthogonalize='tangent' is for AngularMuown alone"):
+    with pytest.raises(ValueError, match=r"orthogonalize='tangent' is for AngularMuown only"):
         member([parameter(4, 6)], orthogonalize="tangent")
 
 
