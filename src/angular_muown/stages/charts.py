@@ -47,7 +47,7 @@ def chord_angle(chord: Tensor) -> Tensor:
     return 2 * torch.asin((chord / 2).clamp(max=1))
 
 
-def tangent_part(X: Tensor, U: Tensor, over: Reductions = LOCAL) -> Tensor:
+def project(X: Tensor, U: Tensor, over: Reductions = LOCAL) -> Tensor:
     """Project X onto the tangent space at unit rows U: X_i - <X_i, U_i> U_i."""
     return X - over.row_sum(X * U) * U
 

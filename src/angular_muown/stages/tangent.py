@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from angular_muown.stages.charts import nonzero, tangent_part
+from angular_muown.stages.charts import nonzero, project
 from angular_muown.stages.context import Context
 from angular_muown.stages.orthogonalize import unit
 from angular_muown.stages.reductions import LOCAL, Reductions
@@ -51,16 +51,16 @@ class Constrained(Free):
 
     def send(self, X: Tensor, U: Tensor, context: Context) -> Tensor:
         over = context.reductions
-        X = unit(tangent_part(X, U, over), 1.0, over)
+        X = unit(project(X, U, over), 1.0, over)
         # A zero row of X has the multiplier 0: an old multiplier must not move it now.
         return X + torch.where(over.row_norm(X) == 0, 0.0, context.state["multiplier"]) * U
 
     def __call__(self, polar: Polar, X: Tensor, U: Tensor) -> Tensor:
-        found = dual_steps(polar, tangent_part(X, U), U, along(X, U), self.steps)
-        return tangent_part(found.Q, U) + found.multiplier * U
+        found = dual_steps(polar, project(X, U), U, radial(X, U), self.steps)
+        return project(found.Q, U) + found.multiplier * U
 
     def receive(self, Q: Tensor, U: Tensor, context: Context) -> Tensor:
-        multiplier = context.state["multiplier"] = along(Q, U, context.reductions)
+        multiplier = context.state["multiplier"] = radial(Q, U, context.reductions)
         return Q - multiplier * U
 
 
@@ -92,7 +92,7 @@ def dual_steps(polar: Polar, X: Tensor, U: Tensor, multiplier: Tensor, steps: in
     return at
 
 
-def along(X: Tensor, U: Tensor, over: Reductions = LOCAL) -> Tensor:
+def radial(X: Tensor, U: Tensor, over: Reductions = LOCAL) -> Tensor:
     """Return <X_i, U_i>."""
     return over.row_sum(X * U)
 
@@ -117,5 +117,5 @@ def _dual_step(at: Dual, U: Tensor) -> Tensor:
     inverse = torch.linalg.inv_ex(
         root + nonzero(ridge) * eye
     ).inverse  # inv would synchronize with the host
-    c = inverse.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) if m <= n else along(U @ inverse, U)
-    return along(Q, U) / nonzero(c)
+    c = inverse.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) if m <= n else radial(U @ inverse, U)
+    return radial(Q, U) / nonzero(c)

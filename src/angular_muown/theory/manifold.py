@@ -3,10 +3,9 @@
 import torch
 from torch import Tensor
 
-from angular_muown.stages.charts import normalize_rows
-from angular_muown.stages.charts import tangent_part as project
+from angular_muown.stages.charts import normalize_rows, project
 from angular_muown.stages.reductions import row_norm
-from angular_muown.stages.tangent import along as radial
+from angular_muown.stages.tangent import radial
 
 __all__ = ["exponential", "project", "radial", "retract", "transport"]
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from angular_muown import AngularMuown, Hyperball, Muon, Muown, NorMuon
 from angular_muown.stages import tangent
-from angular_muown.stages.charts import normalize_rows, tangent_part
+from angular_muown.stages.charts import normalize_rows, project
 from angular_muown.stages.context import Context
 from angular_muown.stages.orthogonalize import polar_express, svd, unit
 from angular_muown.stages.tangent import Constrained, Dual, Polar, dual_steps
@@ -34,7 +34,7 @@ def constrained(polar: Polar, X: Tensor, U: Tensor, steps: int) -> Tensor:
 
 def steps_of(polar: Polar, X: Tensor, U: Tensor, multiplier: Tensor, steps: int) -> Dual:
     """From X's tangent part at norm 1, as the stage does it."""
-    return dual_steps(polar, unit(tangent_part(X, U), 1.0), U, multiplier, steps)
+    return dual_steps(polar, unit(project(X, U), 1.0), U, multiplier, steps)
 
 
 def radial(Q: Tensor, U: Tensor) -> float:
@@ -52,11 +52,11 @@ def test_dual_iterations_close_in_on_the_tangent_space(shape, spectrum) -> None:
     assert after[2] < 0.2 * before
     Q = constrained(svd, X, U, 2)
     assert torch.linalg.matrix_norm(Q, 2) <= 1 + 1e-12
-    Q = tangent_part(Q, U)
+    Q = project(Q, U)
     Q /= torch.linalg.matrix_norm(Q, 2)
     values = [float(torch.linalg.svdvals(_dual_point(X, U, k)).sum()) for k in range(5)]
     assert values == sorted(values, reverse=True)
-    assert (Q * X / tangent_part(X, U).norm()).sum() <= values[-1] * (1 + 1e-12)
+    assert (Q * X / project(X, U).norm()).sum() <= values[-1] * (1 + 1e-12)
 
 
 def _dual_point(X: Tensor, U: Tensor, steps: int) -> Tensor:
@@ -157,7 +157,7 @@ def test_the_multiplier_travels_in_x_and_in_q(shape) -> None:
     torch.testing.assert_close(
         context.state["multiplier"], wanted.multiplier, rtol=1e-9, atol=1e-12
     )
-    torch.testing.assert_close(Q, tangent_part(wanted.Q, U), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(Q, project(wanted.Q, U), rtol=1e-9, atol=1e-12)
 
 
 def test_the_multiplier_is_saved_and_ignores_signs_of_rows() -> None:
