@@ -30,7 +30,7 @@ HOW = (
 
 
 # equal on all ranks
-SETTINGS = tuple(key for key in RULES if key not in (*PROCESS_KEYS, "averaged"))
+SETTINGS = tuple(name for name in RULES if name not in (*PROCESS_KEYS, "averaged"))
 
 
 class Report(NamedTuple):
