@@ -92,9 +92,9 @@ BAD = [0, 1, 1.0, -0.1, -3, 2.5, float("nan"), float("inf"), True, "0.1"]
 
 @pytest.mark.parametrize("window", BAD)
 def test_invalid_windows_are_refused(window: Any) -> None:
-    with pytest.raises(ValueError, match=rf"window={re.escape(repr(window))} .*whole number"):
+    with pytest.raises(ValueError, match=rf"window={re.escape(repr(window))} .*integer number"):
         averaging(window)
-    with pytest.raises(ValueError, match=rf"average={re.escape(repr(window))} .*None, a share"):
+    with pytest.raises(ValueError, match=rf"average={re.escape(repr(window))} .*None, a fraction"):
         AngularMuown([parameter(4, 6)], average=window)
     with pytest.raises(ValueError, match=rf"average={re.escape(repr(window))}"):
         AngularMuown([{"params": [parameter(4)], "algorithm": "adamw", "average": window}])

@@ -28,7 +28,7 @@ REMEDY = (
     "process_group=False to let every rank step its plain parameters alone"
 )
 # Settings that must be equal on all ranks.
-SETTINGS = tuple(key for key in RULES if key not in (*PROCESS_KEYS, "averaged"))
+SETTINGS = tuple(name for name in RULES if name not in (*PROCESS_KEYS, "averaged"))
 
 
 class Report(NamedTuple):

@@ -19,7 +19,6 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from angular_muown.distributed.assignment import Assignment
@@ -55,7 +54,7 @@ from angular_muown.kernels.pointers import PinnedRing
 from angular_muown.kernels.polar_chain import SCALE, Allocation, Product, allocate, chain_for
 from angular_muown.kernels.triton.packets import packet_scales_kernel, return_kernel, unpack_kernel
 from angular_muown.kernels.triton.rows import after_kernel, before_kernel
-from angular_muown.params.options import rates
+from angular_muown.params.options import learning_rates
 from angular_muown.params.rounding import hash_seed
 
 WORD = 2  # bytes of a float16
@@ -263,8 +262,8 @@ class FusedRound:
         X = self.step.work[: count * size].view(count, size)
         stats = self.step.work[count * size : count * owned.words].view(torch.float32)
         arriving, leaving = owned.arriving[first:], owned.leaving[first:]
-        parts, tiles = self.step.sharding.shards.size, triton.cdiv(n, TRANSPOSE_TILE)
-        grid = (triton.cdiv(m, TRANSPOSE_TILE) * tiles, count)
+        parts, tiles = self.step.sharding.shards.size, -(-n // TRANSPOSE_TILE)
+        grid = (-(-m // TRANSPOSE_TILE) * tiles, count)
         scale: Any = packet_scales_kernel[(count,)]
         scale(arriving, stats, count, m, n, owned.chunk, parts, owned.norm, BLOCK)
         unpack: Any = unpack_kernel[grid]
@@ -463,7 +462,7 @@ class FusedExchange:
         for kind in self.kinds:
             shared = by_group[kind.group]
             group, recipe = shared.group, shared.recipe
-            lr, radius_lr = (float(rate) for rate in rates(group, torch.float32))
+            lr, radius_lr = (float(rate) for rate in learning_rates(group, torch.float32))
             turn = lr * float(recipe.kappa) * recipe.scale(kind.m, kind.n)
             decay = 1 - lr * group["weight_decay"]
             values += kind_scalars(group, recipe, turn, radius_lr, decay)

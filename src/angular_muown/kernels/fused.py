@@ -342,14 +342,14 @@ class FusedGroups:
         states: Sequence[State],
         group: Group,
         recipe: Recipe,
-        rates: tuple[Scalar, Scalar],
+        learning_rates: tuple[Scalar, Scalar],
         observers: Observers = (),
     ) -> list[Tensor]:
         """Step the parameters that the kernels cover; return the others.
 
         Args:
             index: of the group; the key of its fused step.
-            rates: the learning rates of the matrices and of their row lengths.
+            learning_rates: of the matrices, and of their row lengths.
         """
         if not knows(recipe):
             return list(params)
@@ -363,7 +363,7 @@ class FusedGroups:
             device = torch.cuda.device(step.device) if step.device.type == "cuda" else nullcontext()
             with device:
                 step.send(addresses)
-                write_scalars(step, group, recipe, *rates, step.advance_counters())
+                write_scalars(step, group, recipe, *learning_rates, step.advance_counters())
                 self._provide_buffer(step)
                 step.run(observers)
         return rest
