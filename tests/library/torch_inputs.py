@@ -4,6 +4,7 @@ They are read in a separate process: importing their module switches off global 
 patches classes.
 """
 
+import inspect
 import subprocess
 import sys
 import tempfile
@@ -49,7 +50,7 @@ def _inputs() -> dict[str, Any]:
 
 def valid_arguments(optimizer: type) -> list[dict[str, Any]]:
     """Return torch's valid arguments that this optimizer accepts."""
-    names = optimizer.__init__.__annotations__
+    names = inspect.signature(optimizer).parameters
     accepted = [kwargs for _, kwargs in _inputs()["valid"] if kwargs.keys() <= names.keys()]
     unique = {repr(kwargs): kwargs for kwargs in accepted}
     assert len(unique) >= 6, "torch has changed its inputs"
