@@ -69,7 +69,7 @@ def unpack_kernel(
     column = (tl.program_id(0) % tiles) * TILE + tl.arange(0, TILE)
     factor = tl.load(stats + FACTOR * count * m + matrix * m + row, mask=row < m, other=0.0)
     at = row_address(addresses, matrix, row, row < m, chunk, parts, n + HEADER)
-    pointer = at.to(tl.pointer_type(tl.float16)) + HEADER
+    pointer = tl.multiple_of(at.to(tl.pointer_type(tl.float16)), 16) + HEADER
     inside = (row[:, None] < m) & (column[None, :] < n)
     X = tl.load(pointer[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
     X = (X * factor[:, None]).to(out.dtype.element_ty)
@@ -91,5 +91,5 @@ def return_kernel(addresses, Q, stride, m, n, chunk, parts, tiles, TILE: tl.cons
     place = Q + matrix * stride + row[:, None] * n + column[None, :]
     values = tl.load(place, mask=inside, other=0.0)
     at = row_address(addresses, matrix, row, row < m, chunk, parts, n)
-    pointer = at.to(tl.pointer_type(tl.float16))
+    pointer = tl.multiple_of(at.to(tl.pointer_type(tl.float16)), 16)
     tl.store(pointer[:, None] + column[None, :], values, mask=inside)
