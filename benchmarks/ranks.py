@@ -29,6 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import angular_muown as library
 from angular_muown import Engine
+from angular_muown.distributed import agreement, session
 
 HEADER = "optimizer      ranks        ms   host ms  first s shard MiB extra MiB   sent MB  wire ms"
 NODE = 8  # ranks that NVLink connects
@@ -50,6 +51,13 @@ def all_to_all_single(*_: Any, **__: Any) -> Done:
     """Move nothing. The fake group's own refuses to send nothing and receive something, which is
     what a rank does that owns no matrix of a round."""
     return Done()
+
+
+def stand_in_for_the_others(ranks: int) -> None:
+    """Give the answers that other ranks would give: the fake group fills in none."""
+    dist.all_to_all_single = all_to_all_single  # pyrefly: ignore
+    agreement.all_gather = lambda output, part, _: output.view(ranks, -1).copy_(part)
+    agreement.Agreement._gather = lambda self, mine: [mine] * ranks
 
 
 def sharded(whole: Shape, mesh: DeviceMesh, device: str) -> DTensor:
@@ -104,7 +112,7 @@ def measure(
     device, cuda = arguments.device, arguments.device.startswith("cuda")
     if ranks > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-        dist.all_to_all_single = all_to_all_single  # pyrefly: ignore
+        stand_in_for_the_others(ranks)
     try:
         params = parameters(shapes, ranks, device)
         optimizer = make(name, params)
@@ -159,6 +167,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 8, 64, 512])
     parser.add_argument("--optimizers", nargs="+", default=["AngularMuown"])
+    parser.add_argument("--eager", action="store_true", help="without kernels on shards")
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)
@@ -168,6 +177,8 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
+    if arguments.eager:
+        session.covers_shards = lambda *_: False
     cuda = arguments.device.startswith("cuda")
     content: dict[str, Any] = {
         "machine": torch.cuda.get_device_name() if cuda else "CPU",
