@@ -30,6 +30,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import angular_muown as library
 from angular_muown import Engine
 from angular_muown.distributed import agreement, session
+from angular_muown.distributed.mesh import RankGroup
 
 HEADER = "optimizer      ranks        ms   host ms  first s shard MiB extra MiB   sent MB  wire ms"
 NODE = 8  # ranks that NVLink connects
@@ -56,7 +57,11 @@ def all_to_all_single(*_: Any, **__: Any) -> Done:
 def stand_in_for_the_others(ranks: int) -> None:
     """Give the answers that other ranks would give: the fake group fills in none."""
     dist.all_to_all_single = all_to_all_single  # pyrefly: ignore
-    agreement.all_gather = lambda output, part, _: output.view(ranks, -1).copy_(part)
+
+    def all_gather(output: Tensor, part: Tensor, rank_group: RankGroup) -> None:
+        output.view(ranks, -1).copy_(part)
+
+    agreement.all_gather = all_gather
     agreement.Agreement._gather = lambda self, mine: [mine] * ranks
 
 
@@ -178,7 +183,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     arguments = parse()
     if arguments.eager:
-        session.covers_shards = lambda *_: False
+        session.covers_shards = lambda p, windows, layout, group: False
     cuda = arguments.device.startswith("cuda")
     content: dict[str, Any] = {
         "machine": torch.cuda.get_device_name() if cuda else "CPU",

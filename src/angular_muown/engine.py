@@ -36,7 +36,7 @@ from angular_muown.update import Observer, Recipe, update_alone
 if TYPE_CHECKING:  # slow to import: imported where needed
     from angular_muown.distributed.assignment import ExchangePlan
     from angular_muown.distributed.exchange import SharedParameter
-    from angular_muown.distributed.session import ExchangeSession
+    from angular_muown.distributed.session import ExchangeSession, Members
     from angular_muown.kernels.fused import FusedGroups
 
 
@@ -58,6 +58,7 @@ class Tasks:
 
     batches: list[Batch]
     shared: "list[SharedParameter]"
+    exchanges: "list[Members]"  # the shared ones, by the ranks that share them
     counts: list[bool]  # for each group, True if its clock counts this step
 
 
@@ -168,7 +169,7 @@ class Engine(torch.optim.Optimizer):
                 else:
                     rest = self._update_fused(batch, batch.recipe)
                     counters += self._update_stacks(rest, batch, batch.recipe)
-            counters += self._update_shared(tasks.shared)
+            counters += self._update_shared(tasks)
             self._advance_clocks(counters, tasks.counts)
 
     def _collect(self) -> Tasks | None:
@@ -192,9 +193,10 @@ class Engine(torch.optim.Optimizer):
         if is_probe:
             return None
         counts = self._groups_that_count(active, shared)
+        exchanges = []
         if shared:
-            self._exchange.check(shared, groups, observed=bool(self.observers))
-        return Tasks(batches, shared, counts)
+            exchanges = self._exchange.check(shared, groups, observed=bool(self.observers))
+        return Tasks(batches, shared, exchanges, counts)
 
     def _check_settings(self, sets: list[tuple[Any, list[int]]]) -> None:
         """Check the groups' values, which users and schedulers may have changed.
@@ -290,15 +292,16 @@ class Engine(torch.optim.Optimizer):
             one.close()
         return [one.state["step"] for one in opened]
 
-    def _update_shared(self, shared: "list[SharedParameter]") -> list[Tensor]:
+    def _update_shared(self, tasks: Tasks) -> list[Tensor]:
         """Step parameters together with other ranks; return their counters."""
+        shared = tasks.shared
         if not shared:
             return []
         if cuda_graph.is_recording():
             raise RuntimeError("a step that exchanges matrices between ranks cannot be recorded")
         for one in shared:
             one.open(self.state[one.parameter])
-        self._exchange.update(shared, self.observers)
+        self._exchange.update(tasks.exchanges, self.observers)
         for one in shared:
             one.opened.close()
         return [one.opened.state["step"] for one in shared if one.parameter.grad is not None]

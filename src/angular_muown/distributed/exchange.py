@@ -9,8 +9,9 @@ owners work on one round, the next one is in transit.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, promote_types
@@ -40,6 +41,20 @@ class SharedParameter:
     noise: int | Tensor | None = None
     by_kernels: bool = False  # True if the kernels cover its step
     _opened: OpenParameter | None = None
+
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """Everything about the parameter that a plan depends on."""
+        return (
+            (self.name, self.parameter.shape, self.parameter.dtype, self.index),
+            self.sharding,
+            self.layout,
+            self.wire_dtype,
+            self.recipe.orthogonalize,
+            self.recipe.tangent.needs_directions,
+            self.group["workspace"],
+            self.by_kernels,
+        )
 
     @property
     def opened(self) -> OpenParameter:

@@ -24,7 +24,7 @@ from torch import Tensor
 from angular_muown.distributed.assignment import Assignment
 from angular_muown.distributed.collectives import all_to_all
 from angular_muown.distributed.exchange import SharedParameter, run_rounds
-from angular_muown.distributed.mesh import Sharding, local
+from angular_muown.distributed.mesh import Sharding, local, local_gradient
 from angular_muown.kernels import products
 from angular_muown.kernels.columns import (
     ADDRESSES,
@@ -59,6 +59,7 @@ from angular_muown.params.rounding import hash_seed
 
 WORD = 2  # bytes of a float16
 ROW_STATE_BYTES = 4
+ALIGNMENT = 16  # bytes that a kernel loads at once
 
 
 class Operands(NamedTuple):
@@ -72,14 +73,16 @@ class Operands(NamedTuple):
     @staticmethod
     def of(shared: SharedParameter) -> "Operands":
         """Select this rank's part; without a gradient, zeros and copies, so that nothing moves."""
-        opened, grad = shared.opened, shared.parameter.grad
-        state = [opened.state.get(name) for name in ROW_STATE]
-        vectors = [None if v is None else local(v) for v in state]
-        if grad is None:
+        opened, state = shared.opened, shared.opened.state
+        vectors = [local(state[name]) if name in state else None for name in ROW_STATE]
+        if shared.parameter.grad is None:
             copies = [None if v is None else v.clone() for v in vectors]
             weight = opened.working.clone()
             return Operands(weight, torch.zeros_like(weight), opened.momentum.clone(), copies)
-        return Operands(opened.working, local(grad).contiguous(), opened.momentum, vectors)
+        # A copy that stands in for the weight or the momentum is stored when the step is over.
+        opened.working, opened.momentum = _aligned(opened.working), _aligned(opened.momentum)
+        gradient = _aligned(local_gradient(shared.parameter))
+        return Operands(opened.working, gradient, opened.momentum, vectors)
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -89,6 +92,13 @@ class Operands(NamedTuple):
     def addresses(self) -> list[int]:
         tensors = (self.weight, self.gradient, self.momentum, *self.vectors)
         return [0 if t is None else t.data_ptr() for t in tensors]
+
+
+def _aligned(t: Tensor) -> Tensor:
+    """Return t, or a copy if the kernels cannot read it: FSDP2's gradients may start anywhere."""
+    if t.is_contiguous() and t.data_ptr() % ALIGNMENT == 0:
+        return t
+    return t.clone(memory_format=torch.contiguous_format)
 
 
 class Kind(NamedTuple):
@@ -220,6 +230,8 @@ class FusedRound:
 
     def _run(self, name: str, work: Callable[[], None]) -> None:
         """Launch; from the second step on, replay a recording of the launches."""
+        if not (self.owned if name == "products" else self.local):
+            return  # an empty recording would be reported
         if self.step.device.type != "cuda" or self.step.steps == 0:
             work()
             return
@@ -467,9 +479,12 @@ class FusedExchange:
             decay = 1 - lr * group["weight_decay"]
             values += kind_scalars(group, recipe, turn, radius_lr, decay)
         end = len(values)
-        ages = [bias_corrections(shared.recipe, float(shared.opened.t)) for shared in members]
+        counts = [(shared.index, float(shared.opened.t)) for shared in members]
+        corrections = {
+            (i, t): bias_corrections(by_group[i].recipe, t) for i, t in dict.fromkeys(counts)
+        }
         for k in self.member_of_line:
-            values += ages[k]
+            values += corrections[counts[k]]
         out = torch.tensor(values, dtype=torch.float32, device="cpu")
         seeds = [as_int32(hash_seed(by_group[kind.group].group["step"])) for kind in self.kinds]
         words = out.view(torch.int32)
@@ -479,13 +494,8 @@ class FusedExchange:
 
 def fused_key(members: Sequence[SharedParameter], operands: Sequence[Operands]) -> Any:
     """What the tables and launches depend on, besides the exchange group's plan."""
-    return [
-        (
-            shared.index,
-            one.dtypes,
-            one.weight.device,
-            [v is not None for v in one.vectors],
-            Choices.of(shared.recipe, shared.group),
-        )
-        for shared, one in zip(members, operands, strict=True)
+    by_group = {shared.index: shared for shared in members}
+    choices = [(i, Choices.of(shared.recipe, shared.group)) for i, shared in by_group.items()]
+    return choices, [
+        (one.dtypes, one.weight.device, *(v is None for v in one.vectors)) for one in operands
     ]

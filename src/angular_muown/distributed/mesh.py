@@ -30,8 +30,15 @@ def is_sharded(t: Tensor) -> "TypeGuard[DTensor]":
 
 
 def local(t: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, or a plain tensor itself."""
-    return t.to_local() if is_sharded(t) else t
+    """Return this rank's part of a DTensor, or a plain tensor itself.
+
+    The part is always the same object. `to_local` makes a new view of a parameter's part each time,
+    and a step asks for hundreds of parts.
+    """
+    if not is_sharded(t):
+        return t
+    part = t._local_tensor
+    return part if type(part) is Tensor else t.to_local()  # others may be on their way still
 
 
 def whole(t: Tensor) -> Tensor:

@@ -33,6 +33,10 @@ from angular_muown.params.stacks import MatrixView, Stack, kind_of
 from angular_muown.stages.orthogonalize import Iteration
 from angular_muown.update import Observer, Recipe, resume, update
 
+# Bytes of an owner's matrices in a round of the kernels, at least: each round takes the host two
+# collectives and three launches, and with small ones a GPU would wait for it.
+LEAST_FUSED_ROUND = 32 * 2**20
+
 if TYPE_CHECKING:  # imports Triton
     from angular_muown.distributed.fused_exchange import FusedExchange
 
@@ -41,7 +45,7 @@ class ExchangeGroup:
     """Parameters that are sharded and replicated across the same ranks."""
 
     def __init__(self, members: Sequence[SharedParameter]) -> None:
-        self.key = key_of(members)
+        self.key = [shared.key for shared in members]
         self.sharding = members[0].sharding  # all members have its rank groups, not its windows
         numbered = [(task, k) for k, shared in enumerate(members) for task in tasks_of(shared)]
         self.member_of = [k for _, k in numbered]  # by task
@@ -49,7 +53,8 @@ class ExchangeGroup:
         sizes = [members[k].group["workspace"] * task.bytes for task, k in numbered]
         places, copies = self.sharding.shards.size, self.sharding.replicas.size
         tasks = tuple(task for task, _ in numbered)
-        self.plan = Assignment(tasks, places, copies, int(sum(sizes) / places))
+        least = LEAST_FUSED_ROUND if members[0].by_kernels else 0
+        self.plan = Assignment(tasks, places, copies, max(least, int(sum(sizes) / places)))
         self.agreement = Agreement(self.sharding.everyone, members)
         self.fused: FusedExchange | None = None
 
@@ -130,23 +135,6 @@ def tasks_of(shared: SharedParameter) -> list[MatrixTask]:
     ]
 
 
-def key_of(members: Sequence[SharedParameter]) -> Any:
-    """Return everything that a plan depends on."""
-    return [
-        (
-            (shared.name, shared.parameter.shape, shared.parameter.dtype),
-            shared.sharding,
-            shared.layout,
-            shared.wire_dtype,
-            shared.recipe.orthogonalize,
-            shared.recipe.tangent.needs_directions,
-            shared.group["workspace"],
-            shared.by_kernels,
-        )
-        for shared in members
-    ]
-
-
 def holders_of_copies(p: Tensor, process_group: Any) -> RankGroup | None:
     """Return the ranks that share the work on a plain parameter, if they hold copies of it."""
     if process_group is False or not has_ranks():
@@ -179,6 +167,9 @@ def _is_covered(p: Tensor, sharding: Sharding, layout: Layout, group: Group) -> 
     )
 
 
+PLANNED = ("wire_dtype", "workspace", "write_back", "state_dtype", "capturable")  # settings
+
+
 class ExchangeSession:
     """All exchange groups of an optimizer.
 
@@ -188,9 +179,8 @@ class ExchangeSession:
     def __init__(self) -> None:
         self.groups: dict[Any, ExchangeGroup] = {}
         self.ranks: list[tuple[int, ...]] = []  # the sets of ranks that shared the last step
-        # by group and position in it: what the sharding depends on, the sharding, and whether the
-        # kernels cover it
-        self.cached: dict[tuple[int, int], tuple[Any, Sharding | None, bool]] = {}
+        # by group and position in it: what the sharding depends on, and the parameter if shared
+        self.cached: dict[tuple[int, int], tuple[Any, SharedParameter | None]] = {}
         self.by_placement: dict[Any, Sharding | None] = {}  # one for all equal placements
 
     def shared(
@@ -199,27 +189,31 @@ class ExchangeSession:
         """Return the group's parameters that are sharded, or that ranks hold copies of."""
         layout, result = Layout.of(group), []
         names = parameter_names(group, index)
-        known = knows_shards(recipe)
-        settings = (known, group["write_back"], group["state_dtype"], group["capturable"])
+        known, noise = knows_shards(recipe), seed(group)
+        settings = (
+            *(layout, known, recipe.orthogonalize, recipe.tangent.needs_directions),
+            *(group[key] for key in PLANNED),
+        )
         for position, (p, name) in enumerate(zip(group["params"], names, strict=True)):
             copies = None if is_sharded(p) else holders_of_copies(p, process_group)
             if (copies is None and not is_sharded(p)) or p.ndim < 2:  # flattened: refused later
                 continue
             place = (p.device_mesh, p.placements) if is_sharded(p) else (copies,)
-            key = (layout, p.shape, p.dtype, *settings, *place)
+            key = (id(p), name, p.shape, p.dtype, *place, *settings)
             cached = self.cached.get((index, position))
             if cached is None or cached[0] != key:
-                placement = (*key, local(p).shape)
+                placement = (layout, p.shape, *place, local(p).shape)
                 if placement not in self.by_placement:
                     self.by_placement[placement] = sharding_of(p, layout, copies, name)
                 sharding = self.by_placement[placement]
-                covered = known and sharding is not None and _is_covered(p, sharding, layout, group)
-                cached = self.cached[index, position] = (key, sharding, covered)
-            _, sharding, covered = cached
-            if sharding is not None:
-                member = SharedParameter(
-                    name, p, sharding, layout, recipe, group, index, seed(group), covered
-                )
+                member = None
+                if sharding is not None:
+                    member = SharedParameter(name, p, sharding, layout, recipe, group, index)
+                    member.by_kernels = known and _is_covered(p, sharding, layout, group)
+                cached = self.cached[index, position] = (key, member)
+            member = cached[1]
+            if member is not None:
+                member.recipe, member.group, member.noise = recipe, group, noise
                 result.append(member)
         return result
 
@@ -231,17 +225,22 @@ class ExchangeSession:
             by_ranks[one.sharding.shards, one.sharding.replicas, one.by_kernels].append(one)
         for ranks, members in by_ranks.items():
             group = self.groups.get(ranks)
-            if group is None or group.key != key_of(members):
+            if group is None or group.key != [shared.key for shared in members]:
                 group = self.groups[ranks] = ExchangeGroup(members)
             yield group, members
 
     def check(
         self, shared: Sequence[SharedParameter], groups: Sequence[Group], observed: bool
-    ) -> None:
-        """Raise if the ranks are not about to take the same step."""
-        for group, members in self.groups_of(shared):
+    ) -> "list[Members]":
+        """Raise if the ranks are not about to take the same step; return what `update` takes."""
+        found = list(self.groups_of(shared))
+        for group, members in found:
             group.agreement.check(members, groups, observed)
+        return found
 
-    def update(self, shared: Sequence[SharedParameter], observers: Sequence[Observer] = ()) -> None:
-        for group, members in self.groups_of(shared):
+    def update(self, found: "Sequence[Members]", observers: Sequence[Observer] = ()) -> None:
+        for group, members in found:
             group.run(members, observers)
+
+
+Members = tuple[ExchangeGroup, list[SharedParameter]]
