@@ -1,7 +1,8 @@
 """The base class of the family: its only step(), and the contract with torch.optim.
 
-Numbers live in the param groups as plain values; choices live in `recipe(group)`. Nothing else is
-kept on the object, because torch drops attributes on deepcopy and pickle.
+Numbers live in the param groups as plain values; choices live in `recipe(group)`. Nothing else that
+a step depends on is kept on the object, except the process group: torch drops attributes on
+deepcopy and pickle, and caches may be dropped at any time.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +37,7 @@ from angular_muown.update import Observer, Recipe, update_alone
 if TYPE_CHECKING:  # slow to import: imported where needed
     from angular_muown.distributed.assignment import ExchangePlan
     from angular_muown.distributed.exchange import SharedParameter
-    from angular_muown.distributed.session import ExchangeSession, Members
+    from angular_muown.distributed.session import Exchanges, ExchangeSession
     from angular_muown.kernels.fused import FusedGroups
 
 
@@ -45,7 +46,7 @@ class Batch:
     """Groups that differ only in their parameters: one step moves all of them."""
 
     indices: list[int]
-    group: Group  # the first of them, for the step's numbers
+    group: Group  # the first of them, whose values the step uses
     recipe: Recipe | None  # None: AdamW
     shared: "list[SharedParameter]"  # stepped together with other ranks
     params: list[Tensor] = field(default_factory=list)  # with a gradient, stepped by this rank
@@ -57,8 +58,7 @@ class Tasks:
     """Everything that a step will do."""
 
     batches: list[Batch]
-    shared: "list[SharedParameter]"
-    exchanges: "list[Members]"  # the shared ones, by the ranks that share them
+    exchanges: "Exchanges"  # the parameters that ranks share
     counts: list[bool]  # for each group, True if its clock counts this step
 
 
@@ -97,6 +97,9 @@ class Engine(torch.optim.Optimizer):
     param_groups: list[Group]  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        if "lr" not in defaults:
+            raise TypeError(f"{type(self).__name__} has no default lr: add it to its defaults")
+        defaults = dict(defaults)
         self.process_group = options.check_process_group(defaults.pop("process_group", None))
         options.check_not_model(params, type(self).__name__)
         super().__init__(params, {**ENGINE_DEFAULTS, **plain_values(defaults)})
@@ -196,7 +199,7 @@ class Engine(torch.optim.Optimizer):
         exchanges = []
         if shared:
             exchanges = self._exchange.check(shared, groups, observed=bool(self.observers))
-        return Tasks(batches, shared, exchanges, counts)
+        return Tasks(batches, exchanges, counts)
 
     def _check_settings(self, sets: list[tuple[Any, list[int]]]) -> None:
         """Check the groups' values, which users and schedulers may have changed.
@@ -294,7 +297,7 @@ class Engine(torch.optim.Optimizer):
 
     def _update_shared(self, tasks: Tasks) -> list[Tensor]:
         """Step parameters together with other ranks; return their counters."""
-        shared = tasks.shared
+        shared = [one for _, members in tasks.exchanges for one in members]
         if not shared:
             return []
         if cuda_graph.is_recording():
@@ -303,8 +306,9 @@ class Engine(torch.optim.Optimizer):
             one.open(self.state[one.parameter])
         self._exchange.update(tasks.exchanges, self.observers)
         for one in shared:
-            one.opened.close()
-        return [one.opened.state["step"] for one in shared if one.parameter.grad is not None]
+            one.close()
+        stepped = [one.parameter for one in shared if one.parameter.grad is not None]
+        return [self.state[p]["step"] for p in stepped]
 
     def _advance_clocks(self, counters: list[Tensor], counts: list[bool]) -> None:
         """Advance Adam's counters, the groups' steps and the averages, once, after all updates."""

@@ -151,7 +151,9 @@ def update(stack: Stack, recipe: Recipe, group: Group) -> Equation:
     if recipe.radius.signed and not surely_none(g < 0):
         # A row whose length crossed zero turns around, and so does what is stored along it.
         signs = row_signs(g)
-        M, state["exp_avg"] = M * signs, state["exp_avg"] * signs
+        M = M * signs
+        if "exp_avg" in state:
+            state["exp_avg"] = state["exp_avg"] * signs
     stack.write(W, M, state)
 
 

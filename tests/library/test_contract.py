@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from angular_muown import AngularMuown, Engine, Recipe, plan
+from angular_muown import AngularMuown, Engine, Group, Recipe, plan
 from angular_muown.stages.charts import Oblique
-from angular_muown.stages.orthogonalize import svd
+from angular_muown.stages.context import Context
+from angular_muown.stages.orthogonalize import polar_express, svd
 from angular_muown.stages.scale import fan_ratio
 from tests.library.family import FAMILY, noise, parameter, run
 from tests.library.models import BLOCKS, TinyLM, loss_of, tiny_lm
@@ -373,3 +374,34 @@ def test_a_users_optimizer_steps_saves_and_loads() -> None:
     assert loaded.param_groups[0]["angle"] == 0.5
     with pytest.raises(ValueError, match="saved by Turning, not by AngularMuown"):
         angular.load_state_dict(loaded.state_dict())
+
+
+def test_a_radius_rule_without_adams_state_may_cross_zero() -> None:
+    class Falling:
+        state_names = ()
+        signed = True
+
+        def __call__(self, g: Tensor, r: Tensor, context: Context) -> Tensor:
+            return g - 10
+
+    class Member(Engine):
+        def recipe(self, group: Group) -> Recipe:
+            return Recipe(Oblique(), polar_express, fan_ratio, radius=Falling())
+
+    p = nn.Parameter(torch.randn(4, 3))
+    p.grad = torch.randn(4, 3)
+    Member([p], {"lr": 0.02}).step()
+    assert p.isfinite().all()
+
+
+def test_a_member_without_a_default_lr_is_refused_and_defaults_are_not_modified() -> None:
+    defaults = {"lr": 0.1, "process_group": False}
+    Engine([nn.Parameter(torch.ones(2, 2))], defaults)
+    assert defaults == {"lr": 0.1, "process_group": False}
+    with pytest.raises(TypeError, match="Engine has no default lr: add it to its defaults"):
+        Engine([nn.Parameter(torch.ones(2, 2))], {})
+
+
+def test_a_removed_option_at_its_default_does_not_stay_in_the_group() -> None:
+    group = {"params": [nn.Parameter(torch.ones(2, 2))], "exact_angle": False}
+    assert "exact_angle" not in AngularMuown([group]).param_groups[0]

@@ -207,11 +207,14 @@ def describe(shared: SharedParameter) -> str:
     return (
         f"{shared.name} {tuple(p.shape)} {p.dtype}, {placement}, {' '.join(names)}, "
         f"{shared.layout}, wire_dtype {shared.wire_dtype}, workspace {shared.group['workspace']}"
+        + (", by kernels" if shared.by_kernels else "")
     )
 
 
 def _name(polar: Orthogonalizer) -> str:
-    return polar.name if isinstance(polar, Iteration) else polar.__name__
+    if isinstance(polar, Iteration):
+        return polar.name
+    return getattr(polar, "__name__", type(polar).__name__)
 
 
 def _names(stage: Any) -> list[str]:

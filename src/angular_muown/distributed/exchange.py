@@ -64,6 +64,10 @@ class SharedParameter:
     def open(self, state: State) -> None:
         self._opened = OpenParameter(self.parameter, state, self.layout, self.sharding)
 
+    def close(self) -> None:
+        self.opened.close()
+        self._opened = None
+
     @property
     def blocks(self) -> list[Slice2D]:
         """The matrices that the parameter is cut into, as parts of the whole."""

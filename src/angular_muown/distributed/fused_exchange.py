@@ -34,10 +34,8 @@ from angular_muown.kernels.columns import (
     PACKET,
     RESULT,
     ROW_STATE,
-    ROW_STRIDE,
     SCALARS,
     SEED,
-    STATE_STRIDE,
     STATS,
 )
 from angular_muown.kernels.fused import as_int32, bias_corrections, kind_scalars
@@ -49,16 +47,21 @@ from angular_muown.kernels.launch import (
     divide,
     launch_rows,
     record,
+    words_of,
 )
-from angular_muown.kernels.pointers import PinnedRing
+from angular_muown.kernels.pointers import PinnedRing, table_entry
 from angular_muown.kernels.polar_chain import SCALE, Allocation, Product, allocate, chain_for
-from angular_muown.kernels.triton.packets import packet_scales_kernel, return_kernel, unpack_kernel
-from angular_muown.kernels.triton.rows import after_kernel, before_kernel
+from angular_muown.kernels.triton.packets import return_kernel
+from angular_muown.kernels.triton.rows import (
+    after_kernel,
+    before_kernel,
+    normalize_kernel,
+    scales_kernel,
+)
 from angular_muown.params.options import learning_rates
 from angular_muown.params.rounding import hash_seed
 
 WORD = 2  # bytes of a float16
-ROW_STATE_BYTES = 4
 ALIGNMENT = 16  # bytes that a kernel loads at once
 
 
@@ -74,7 +77,13 @@ class Operands(NamedTuple):
     def of(shared: SharedParameter) -> "Operands":
         """Select this rank's part; without a gradient, zeros and copies, so that nothing moves."""
         opened, state = shared.opened, shared.opened.state
+        for name in ROW_STATE:
+            # The kernels read float32; a loaded state may have another dtype.
+            if name in state and state[name].dtype != torch.float32:
+                state[name] = state[name].float()
         vectors = [local(state[name]) if name in state else None for name in ROW_STATE]
+        if opened.momentum.dtype not in TYPES:
+            opened.momentum = opened.momentum.float()
         if shared.parameter.grad is None:
             copies = [None if v is None else v.clone() for v in vectors]
             weight = opened.working.clone()
@@ -113,7 +122,7 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalRows:
-    """This rank's rows of some matrices of one kind: consecutive lines of the table."""
+    """This rank's rows of some matrices of one kind: consecutive entries of the table."""
 
     kind: Kind
     choices: Choices
@@ -138,7 +147,7 @@ class OwnedMatrices:
     @property
     def words(self) -> int:
         """float16 words of a matrix in the work buffer, its rows' factors included."""
-        return self.allocation.size + 2 * STATS * self.m
+        return words_of(self.allocation, self.m)
 
 
 @dataclass
@@ -210,17 +219,17 @@ class FusedRound:
     pending: Callable[[], None] = lambda: None
 
     def send(self) -> None:
-        self._run("before", self._before)
+        self._run("before", self._before, self.local)
         self._exchange(self.buffers.outgoing, "sent", self.buffers.incoming, "received")
 
     def orthogonalize(self) -> None:
         self.pending()
-        self._run("products", self._products)
+        self._run("products", self._products, self.owned)
         self._exchange(self.buffers.returning, "returned", self.buffers.outgoing, "results")
 
     def finish(self) -> None:
         self.pending()
-        self._run("after", self._after)
+        self._run("after", self._after, self.local)
 
     def _exchange(self, out: Tensor, sent: str, into: Tensor, received: str) -> None:
         sizes = self.traffic.sizes
@@ -228,10 +237,10 @@ class FusedRound:
         group = self.step.sharding.shards.group
         self.pending = all_to_all(send, sizes[sent], receive, sizes[received], group)
 
-    def _run(self, name: str, work: Callable[[], None]) -> None:
+    def _run(self, name: str, work: Callable[[], None], items: Sequence[Any]) -> None:
         """Launch; from the second step on, replay a recording of the launches."""
-        if not (self.owned if name == "products" else self.local):
-            return  # an empty recording would be reported
+        if not items:
+            return  # torch warns about an empty graph
         if self.step.device.type != "cuda" or self.step.steps == 0:
             work()
             return
@@ -245,7 +254,7 @@ class FusedRound:
             flags = (choices.chart, choices.nesterov, choices.maximize)
             launch_rows(
                 before_kernel, kind.rows, kind.n, rows.count,
-                self.step.lines[rows.start :], self.step.scalars_of(kind), rows.stats,
+                self.step.entries[rows.start :], self.step.scalars_of(kind), rows.stats,
                 self.step.work, 0, rows.count, kind.rows, kind.n,
                 *flags, True, *(TYPES[dtype] for dtype in kind.dtypes),
             )  # fmt: skip
@@ -257,8 +266,8 @@ class FusedRound:
             flags = (choices.chart, choices.radius, False, choices.maximize, noise, False)
             launch_rows(
                 after_kernel, kind.rows, kind.n, rows.count,
-                self.step.lines[rows.start :], self.step.scalars_of(kind),
-                self.step.ages[2 * rows.start :], rows.stats,
+                self.step.entries[rows.start :], self.step.scalars_of(kind),
+                self.step.bias_corrections[2 * rows.start :], rows.stats,
                 self.step.work, 0, rows.count, kind.rows, kind.n, 1 / SCALE,
                 *flags, True, *(TYPES[dtype] for dtype in kind.dtypes),
             )  # fmt: skip
@@ -276,15 +285,15 @@ class FusedRound:
         arriving, leaving = owned.arriving[first:], owned.leaving[first:]
         parts, tiles = self.step.sharding.shards.size, -(-n // TRANSPOSE_TILE)
         grid = (-(-m // TRANSPOSE_TILE) * tiles, count)
-        scale: Any = packet_scales_kernel[(count,)]
-        scale(arriving, stats, count, m, n, owned.chunk, parts, owned.norm, BLOCK)
-        unpack: Any = unpack_kernel[grid]
-        shape = (size, count, m, n, owned.chunk, parts, tiles)
-        unpack(arriving, stats, X, *shape, m < n, TRANSPOSE_TILE)
+        packets = (arriving, owned.chunk, parts)
+        scale: Any = scales_kernel[(count,)]
+        scale(stats, *packets, count, m, n, owned.norm, True, BLOCK)
+        normalize: Any = normalize_kernel[grid]
+        normalize(stats, X, X, *packets, size, count, m, n, tiles, m < n, True, TRANSPOSE_TILE)
         products.run(X, m, n, owned.chain, owned.allocation, self.step.cublas)
         Q = X[:, owned.allocation.offsets[-1] :]
-        give_back: Any = return_kernel[grid]
-        give_back(leaving, Q, size, m, n, owned.chunk, parts, tiles, TRANSPOSE_TILE)
+        copy_back: Any = return_kernel[grid]
+        copy_back(leaving, Q, size, m, n, owned.chunk, parts, tiles, TRANSPOSE_TILE)
 
 
 class FusedExchange:
@@ -303,7 +312,7 @@ class FusedExchange:
         self.steps = 0
         self.kinds: dict[Kind, int] = {}  # -> index of its scalars
         self.table: list[list[int]] = []
-        self.member_of_line: list[int] = []
+        self.member_of_entry: list[int] = []
         traffic = [Traffic.of(tasks, plan, self.sharding) for tasks in plan.rounds]
         buffers = self._buffers(traffic)
         self.rounds = [
@@ -340,16 +349,17 @@ class FusedExchange:
             shared.group["workspace"] * one.weight.nbytes
             for shared, one in zip(members, operands, strict=True)
         )
-        room = divide(int(budget), words)
-        self.cublas = room.cublas
-        size = max(*words, min(room.words, max(totals, default=0)))
+        memory = divide(int(budget), words)
+        self.cublas = memory.cublas
+        # one stream: it may use the memory of all
+        size = max(*words, min(memory.streams * memory.words, max(totals, default=0)))
         self.work = torch.empty(size, dtype=torch.float16, device=self.device)
-        self.fixed = torch.tensor(self.table, dtype=torch.int64, device="cpu").view(-1, ENTRY)
-        self.line_member = torch.tensor(self.member_of_line, dtype=torch.int64, device="cpu")
-        self.lines = torch.empty(self.fixed.shape, dtype=torch.int64, device=self.device)
+        self.relative = torch.tensor(self.table, dtype=torch.int64, device="cpu").view(-1, ENTRY)
+        self.entry_member = torch.tensor(self.member_of_entry, dtype=torch.int64, device="cpu")
+        self.entries = torch.empty(self.relative.shape, dtype=torch.int64, device=self.device)
         count = SCALARS * len(self.kinds) + 2 * len(self.table)
         self.values = torch.empty(count, dtype=torch.float32, device=self.device)
-        self.address_ring, self.value_ring = PinnedRing(self.lines), PinnedRing(self.values)
+        self.address_ring, self.value_ring = PinnedRing(self.entries), PinnedRing(self.values)
         self.seen: list[list[int]] | None = None
 
     def _local(
@@ -367,18 +377,19 @@ class FusedExchange:
             if stop > first:
                 kind = Kind(members[k].index, stop - first, task.m, task.n, operands[k].dtypes)
                 kinds[kind].append(i)
-        found = []
-        for kind, own in kinds.items():
+        local_rows = []
+        for kind, tasks_of_kind in kinds.items():
             self.kinds.setdefault(kind, len(self.kinds))
-            shared = members[self.member_of[own[0]]]
+            shared = members[self.member_of[tasks_of_kind[0]]]
             choices = Choices.of(shared.recipe, shared.group)
-            stats = torch.empty(STATS * len(own) * kind.rows, device=self.device)
-            found.append(LocalRows(kind, choices, len(self.table), len(own), stats))
-            for i in own:
-                self._add_line(i, members, operands, traffic, buffers)
-        return found
+            size = STATS * len(tasks_of_kind) * kind.rows
+            stats = torch.empty(size, dtype=torch.float32, device=self.device)
+            local_rows.append(LocalRows(kind, choices, len(self.table), len(tasks_of_kind), stats))
+            for i in tasks_of_kind:
+                self._add_entry(i, members, operands, traffic, buffers)
+        return local_rows
 
-    def _add_line(
+    def _add_entry(
         self,
         i: int,
         members: Sequence[SharedParameter],
@@ -389,16 +400,12 @@ class FusedExchange:
         k, task = self.member_of[i], self.plan.tasks[i]
         first = task.parts[self.sharding.shards.index].rows[0]
         row = members[k].blocks[task.block].rows[0] + first - members[k].sharding.window.rows[0]
-        sizes = [dtype.itemsize for dtype in operands[k].dtypes]
-        line = [0] * ENTRY
-        offsets = [row * task.n * size for size in sizes] + [row * ROW_STATE_BYTES] * len(ROW_STATE)
-        for column, offset in zip(ADDRESSES, offsets, strict=True):
-            line[column] = offset
-        line[ROW_STRIDE], line[STATE_STRIDE], line[FIRST_ROW] = task.n, 1, first
-        line[PACKET] = buffers.outgoing.data_ptr() + traffic.to_owner[i]
-        line[RESULT] = buffers.outgoing.data_ptr() + traffic.result[i]
-        self.table.append(line)
-        self.member_of_line.append(k)
+        entry = table_entry(row * task.n, row, operands[k].dtypes, task.n, 1)
+        entry[FIRST_ROW] = first
+        entry[PACKET] = buffers.outgoing.data_ptr() + traffic.to_owner[i]
+        entry[RESULT] = buffers.outgoing.data_ptr() + traffic.result[i]
+        self.table.append(entry)
+        self.member_of_entry.append(k)
 
     def _owned(
         self,
@@ -413,11 +420,11 @@ class FusedExchange:
                 task, shared = self.plan.tasks[i], members[self.member_of[i]]
                 chunk = -(-shared.sharding.window.m // self.sharding.shards.size)
                 shapes[task.m, task.n, chunk, shared.recipe.orthogonalize].append(i)
-        found = []
-        for (m, n, chunk, iteration), own in shapes.items():
+        owned = []
+        for (m, n, chunk, iteration), tasks_of_shape in shapes.items():
             chain = chain_for(m, n, iteration)
             lines = [
-                self._run_addresses(own, members, offsets, buffer, extra)
+                self._packet_addresses(tasks_of_shape, members, offsets, buffer, extra)
                 for offsets, buffer, extra in (
                     (traffic.incoming, buffers.incoming, HEADER),
                     (traffic.returning, buffers.returning, 0),
@@ -425,10 +432,10 @@ class FusedExchange:
             ]
             allocation = allocate(m, n, chain)
             norm = SCALE / iteration.margin
-            found.append(OwnedMatrices(m, n, chunk, norm, chain, allocation, *lines))
-        return found
+            owned.append(OwnedMatrices(m, n, chunk, norm, chain, allocation, *lines))
+        return owned
 
-    def _run_addresses(
+    def _packet_addresses(
         self,
         tasks: list[int],
         members: Sequence[SharedParameter],
@@ -446,10 +453,10 @@ class FusedExchange:
                 for rank, part in enumerate(task.parts)
             ]
             lines.append([members[self.member_of[i]].blocks[task.block].rows[0], *starts])
-        return torch.tensor(lines, dtype=torch.int64).to(self.device)
+        return torch.tensor(lines, dtype=torch.int64, device="cpu").to(self.device)
 
     @property
-    def ages(self) -> Tensor:
+    def bias_corrections(self) -> Tensor:
         return self.values[SCALARS * len(self.kinds) :]
 
     def scalars_of(self, kind: Kind) -> Tensor:
@@ -458,37 +465,39 @@ class FusedExchange:
     def update(self, members: Sequence[SharedParameter], operands: Sequence[Operands]) -> None:
         addresses = [one.addresses for one in operands]
         if addresses != self.seen:
-            lines = self.fixed.clone()
+            entries = self.relative.clone()
             now = torch.tensor(addresses, dtype=torch.int64, device="cpu")
-            lines[:, ADDRESSES] += now[self.line_member]
-            self.address_ring.send(lines)
+            entries[:, ADDRESSES] += now[self.entry_member]
+            self.address_ring.send(entries)
             self.seen = addresses
         self.value_ring.send(self._values(members))
         run_rounds(self.rounds)
         self.steps += 1
 
     def _values(self, members: Sequence[SharedParameter]) -> Tensor:
-        """The kinds' scalars, then two bias corrections for each line."""
+        """The kinds' scalars, then two bias corrections for each entry."""
         by_group = {shared.index: shared for shared in members}
         values: list[float] = []
         for kind in self.kinds:
             shared = by_group[kind.group]
             group, recipe = shared.group, shared.recipe
             lr, radius_lr = (float(rate) for rate in learning_rates(group, torch.float32))
-            turn = lr * float(recipe.kappa) * recipe.scale(kind.m, kind.n)
+            step_size = lr * float(recipe.kappa) * recipe.scale(kind.m, kind.n)
             decay = 1 - lr * group["weight_decay"]
-            values += kind_scalars(group, recipe, turn, radius_lr, decay)
+            values += kind_scalars(group, recipe, step_size, radius_lr, decay)
         end = len(values)
         counts = [(shared.index, float(shared.opened.t)) for shared in members]
         corrections = {
             (i, t): bias_corrections(by_group[i].recipe, t) for i, t in dict.fromkeys(counts)
         }
-        for k in self.member_of_line:
+        for k in self.member_of_entry:
             values += corrections[counts[k]]
         out = torch.tensor(values, dtype=torch.float32, device="cpu")
         seeds = [as_int32(hash_seed(by_group[kind.group].group["step"])) for kind in self.kinds]
         words = out.view(torch.int32)
-        words[SEED:end:SCALARS] = torch.tensor(seeds, dtype=torch.int64).to(torch.int32)
+        words[SEED:end:SCALARS] = torch.tensor(seeds, dtype=torch.int64, device="cpu").to(
+            torch.int32
+        )
         return out
 
 

@@ -32,13 +32,12 @@ def is_sharded(t: Tensor) -> "TypeGuard[DTensor]":
 def local(t: Tensor) -> Tensor:
     """Return this rank's part of a DTensor, or a plain tensor itself.
 
-    The part is always the same object. `to_local` makes a new view of a parameter's part each time,
-    and a step asks for hundreds of parts.
+    A plain part is the same object each time, unlike that of `to_local`, which makes a view.
     """
     if not is_sharded(t):
         return t
     part = t._local_tensor
-    return part if type(part) is Tensor else t.to_local()  # others may be on their way still
+    return part if type(part) is Tensor else t.to_local()  # may be a collective in flight
 
 
 def whole(t: Tensor) -> Tensor:

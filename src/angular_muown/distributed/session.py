@@ -26,19 +26,19 @@ from angular_muown.distributed.mesh import (
     sharding_of,
 )
 from angular_muown.distributed.reductions import ShardedReductions
-from angular_muown.kernels.coverage import covers_shards, knows_shards, runs_on
+from angular_muown.kernels.coverage import covers_shards, knows_shards, runs_on, select_device
 from angular_muown.params.layout import Layout
 from angular_muown.params.options import Group, parameter_names, seed
 from angular_muown.params.stacks import MatrixView, Stack, kind_of
 from angular_muown.stages.orthogonalize import Iteration
 from angular_muown.update import Observer, Recipe, resume, update
 
-# Bytes of an owner's matrices in a round of the kernels, at least: each round takes the host two
-# collectives and three launches, and with small ones a GPU would wait for it.
-LEAST_FUSED_ROUND = 32 * 2**20
-
 if TYPE_CHECKING:  # imports Triton
     from angular_muown.distributed.fused_exchange import FusedExchange
+
+# Minimum bytes of an owner's matrices per round with kernels. A round costs the host two
+# collectives and three launches: small rounds leave the GPU idle.
+LEAST_FUSED_ROUND = 32 * 2**20
 
 
 class ExchangeGroup:
@@ -90,7 +90,8 @@ class ExchangeGroup:
         operands = [Operands.of(shared) for shared in members]
         if self.fused is None or self.fused.key != fused_key(members, operands):
             self.fused = FusedExchange(members, operands, self.plan, self.member_of)
-        self.fused.update(members, operands)
+        with select_device(self.fused.device):
+            self.fused.update(members, operands)
 
     def _stacks(
         self, tasks: list[int], views: list[MatrixView], parameter_of: list[SharedParameter]
@@ -105,6 +106,9 @@ class ExchangeGroup:
             over = ShardedReductions(sides, sharding.row_groups, sharding.column_groups)
             members = [views[i] for i in ids]
             yield Stack(members, shared.group["maximize"], shared.noise, over), ids
+
+
+Exchanges = list[tuple[ExchangeGroup, list[SharedParameter]]]
 
 
 def views_of(shared: SharedParameter) -> Iterator[MatrixView]:
@@ -157,7 +161,7 @@ def rank_groups_of(p: Tensor, process_group: Any) -> Sequence[RankGroup]:
     return () if rank_group is None else (rank_group,)
 
 
-def _is_covered(p: Tensor, sharding: Sharding, layout: Layout, group: Group) -> bool:
+def _runs_by_kernels(p: Tensor, sharding: Sharding, layout: Layout, group: Group) -> bool:
     """True if the kernels step a parameter that is sharded by rows and has no copies."""
     return (
         sharding.shards.communicates
@@ -167,7 +171,13 @@ def _is_covered(p: Tensor, sharding: Sharding, layout: Layout, group: Group) -> 
     )
 
 
-PLANNED = ("wire_dtype", "workspace", "write_back", "state_dtype", "capturable")  # settings
+PLANNED = (
+    "wire_dtype",
+    "workspace",
+    "write_back",
+    "state_dtype",
+    "capturable",
+)  # settings of a plan
 
 
 class ExchangeSession:
@@ -209,7 +219,7 @@ class ExchangeSession:
                 member = None
                 if sharding is not None:
                     member = SharedParameter(name, p, sharding, layout, recipe, group, index)
-                    member.by_kernels = known and _is_covered(p, sharding, layout, group)
+                    member.by_kernels = known and _runs_by_kernels(p, sharding, layout, group)
                 cached = self.cached[index, position] = (key, member)
             member = cached[1]
             if member is not None:
@@ -231,16 +241,13 @@ class ExchangeSession:
 
     def check(
         self, shared: Sequence[SharedParameter], groups: Sequence[Group], observed: bool
-    ) -> "list[Members]":
+    ) -> Exchanges:
         """Raise if the ranks are not about to take the same step; return what `update` takes."""
-        found = list(self.groups_of(shared))
-        for group, members in found:
+        exchanges = list(self.groups_of(shared))
+        for group, members in exchanges:
             group.agreement.check(members, groups, observed)
-        return found
+        return exchanges
 
-    def update(self, found: "Sequence[Members]", observers: Sequence[Observer] = ()) -> None:
-        for group, members in found:
+    def update(self, exchanges: Exchanges, observers: Sequence[Observer] = ()) -> None:
+        for group, members in exchanges:
             group.run(members, observers)
-
-
-Members = tuple[ExchangeGroup, list[SharedParameter]]

@@ -1,12 +1,13 @@
 """What the kernels cover; everything else takes the eager path of `update.update`.
 
-They cover dense float32, bfloat16 and float16 parameters on an NVIDIA GPU with Triton. Matrices
-must be row-major, with sides that are multiples of 16 and a short side of at least 128, and every
-stage must be one that the kernels implement. The choice is automatic: both paths compute the same
-function.
+They cover float32, bfloat16 and float16 parameters, dense or sharded by rows, on an NVIDIA GPU with
+Triton. Matrices must be row-major, with sides that are multiples of 16 and a short side of at least
+128, and every stage must be one that the kernels implement. The choice is automatic: both paths
+compute the same function.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
 
@@ -46,6 +47,11 @@ def runs_on(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def select_device(device: torch.device) -> AbstractContextManager[None]:
+    """Make a GPU the current device: Triton launches there."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def knows(recipe: Recipe) -> bool:
     """True if the kernels implement every stage of the recipe.
 
@@ -55,12 +61,12 @@ def knows(recipe: Recipe) -> bool:
         type(recipe.chart) in CHARTS
         and type(recipe.radius) in RADII
         and type(recipe.normalize) in (AsIs, RowSecondMoment)
-        and _is_covered(recipe.orthogonalize)
+        and _is_known(recipe.orthogonalize)
         and type(recipe.tangent) is Free
     )
 
 
-def _is_covered(polar: Orthogonalizer) -> bool:
+def _is_known(polar: Orthogonalizer) -> bool:
     # The kernels complete the square of every iteration step, which divides by c.
     return type(polar) is Iteration and all(c != 0 for _, _, c in polar.coefficients)
 
@@ -89,6 +95,7 @@ def covers_shards(p: Tensor, windows: Sequence[Slice2D], layout: Layout, group: 
         and p.dtype in FLOATS
         and (p.dtype == torch.float32 or group["write_back"] != "master")
         and group["state_dtype"] != "float64"
+        and group["wire_dtype"] is None
         and not group["capturable"]
         and all(_has_fitting_sides(*size) for size in sizes)
     )

@@ -5,7 +5,6 @@ same at every step, even if gradients move or the learning rate, kappa or moment
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from angular_muown.kernels.columns import (
     SEED,
     STEP,
 )
-from angular_muown.kernels.coverage import covers, is_plain, knows
+from angular_muown.kernels.coverage import covers, is_plain, knows, select_device
 from angular_muown.kernels.launch import Batch, Choices, Chunk, divide, launch, record
 from angular_muown.kernels.pointers import (
     Addresses,
@@ -360,8 +359,7 @@ class FusedGroups:
                     f"{SPARE_TABLES} graphs were recorded since the last step: take a step before "
                     "recording another"
                 )
-            device = torch.cuda.device(step.device) if step.device.type == "cuda" else nullcontext()
-            with device:
+            with select_device(step.device):
                 step.send(addresses)
                 write_scalars(step, group, recipe, *learning_rates, step.advance_counters())
                 self._provide_buffer(step)

@@ -100,6 +100,11 @@ class Choices:
         )
 
 
+def words_of(allocation: Allocation, m: int) -> int:
+    """Return the float16 words of an m-row matrix in the work buffer, with its row statistics."""
+    return allocation.size + 2 * STATS * m
+
+
 @dataclass(frozen=True)
 class Batch:
     """All matrices of one kind: `count` entries of the table from `start` on."""
@@ -112,8 +117,7 @@ class Batch:
 
     @property
     def words(self) -> int:
-        """float16 words that a matrix takes in the work buffer, including its row statistics."""
-        return self.allocation.size + 2 * STATS * self.kind[0]
+        return words_of(self.allocation, self.kind[0])
 
     @property
     def microseconds(self) -> float:
@@ -194,10 +198,11 @@ class Chunk:
             before_kernel, self.table, self.scalars, self.stats, raw, *self.shape, *flags, *types
         )
         scales: Any = scales_kernel[(self.count,)]
-        scales(self.stats, self.count, m, self.size, BLOCK)
+        none = (self.table, 1, 1)  # no packets: these matrices are here
+        scales(self.stats, *none, self.count, m, n, self.size, False, BLOCK)
         tiles = triton.cdiv(n, TRANSPOSE_TILE)
         normalize: Any = normalize_kernel[triton.cdiv(m, TRANSPOSE_TILE) * tiles, self.count]
-        normalize(self.stats, raw, self.X, *self.shape, tiles, m < n, TRANSPOSE_TILE)
+        normalize(self.stats, raw, self.X, *none, *self.shape, tiles, m < n, False, TRANSPOSE_TILE)
 
     def _after(self, observed: bool) -> None:
         choices, types = self.choices, [TYPES[dtype] for dtype in self.batch.kind[2:]]
@@ -254,7 +259,7 @@ def record(work: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGra
 
 @cache
 def _pool_owner(device: torch.device) -> torch.cuda.CUDAGraph:
-    """Return a graph that keeps the memory pool alive which all optimizers' graphs share.
+    """Return a graph that keeps the memory pool shared by all optimizers' graphs alive.
 
     What graphs allocate (cuBLAS's workspaces, 32 MiB per stream) then exists once. A pool is freed
     with its last graph.

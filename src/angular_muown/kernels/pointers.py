@@ -109,19 +109,27 @@ def dtypes_of(p: Tensor, state: State) -> tuple[torch.dtype, torch.dtype, torch.
     return p.dtype, p.grad.dtype, state["momentum_buffer"].dtype
 
 
+def table_entry(
+    start: int, state_start: int, dtypes: Sequence[torch.dtype], stride: int, state_stride: int
+) -> list[int]:
+    """Return a matrix's entry, with byte offsets in place of addresses."""
+    entry = [0] * ENTRY
+    offsets = [start * dtype.itemsize for dtype in dtypes]
+    offsets += [state_start * torch.float32.itemsize] * len(ROW_STATE)
+    for column, offset in zip(ADDRESSES, offsets, strict=True):
+        entry[column] = offset
+    entry[ROW_STRIDE], entry[STATE_STRIDE] = stride, state_stride
+    return entry
+
+
 def build_table(params: Sequence[Tensor], states: Sequence[State], layout: Layout) -> Table:
     """Build the table of all matrices of the parameters."""
     by_kind: dict[MatrixKind, list[tuple[list[int], int]]] = defaultdict(list)
     for index, (p, state) in enumerate(zip(params, states, strict=True)):
         dtypes = dtypes_of(p, state)
-        sizes = [dtype.itemsize for dtype in dtypes]
         for piece in matrix_offsets(p.shape, layout):
             for start, state_start in zip(piece.offsets, piece.state_offsets, strict=True):
-                entry = [0] * ENTRY
-                offsets = [start * size for size in sizes] + [state_start * 4] * len(ROW_STATE)
-                for column, offset in zip(ADDRESSES, offsets, strict=True):
-                    entry[column] = offset
-                entry[ROW_STRIDE], entry[STATE_STRIDE] = piece.stride, piece.state_stride
+                entry = table_entry(start, state_start, dtypes, piece.stride, piece.state_stride)
                 by_kind[piece.m, piece.n, *dtypes].append((entry, index))
     flat = [pair for pairs in by_kind.values() for pair in pairs]
     # on the host, whatever the default device is

@@ -1,6 +1,6 @@
 """Param groups: their options, defaults and checks.
 
-An error names the key or the parameter, shows the value and says what is valid.
+An error names the key or the parameter, shows the value and states what is valid.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,7 +38,8 @@ class CommonOptions(TypedDict, total=False):
         capturable: keep lr and counters on the device, so that a CUDA graph can record a step.
         workspace: memory that a step may take in addition to parameters, gradients and state, as a
             fraction of the matrices' size. It bounds the kernels' work buffer, the eager step's
-            copies (of at least 2^24 elements at a time) and matrices in transit between ranks.
+            copies (of at least 2^24 elements at a time) and matrices in transit between ranks (at
+            least 32 MiB per owner with kernels).
         average: keep an average of recent weights for `with optimizer.averaged():`, over a fraction
             of the steps so far (0.1: about the last tenth) or over a number of steps. None keeps
             none. It takes 4 bytes per parameter and does not affect training.
@@ -130,7 +131,8 @@ def normalize_group(group: Values, defaults: Values, kind: Any) -> dict[str, Any
     A copy, so that one plan can serve several optimizers. The family identifies the optimizer that
     saved a state; a user's subclass counts as its parent.
     """
-    group = {**plain_values(group), "family": kind.family or kind.__name__}
+    group = {k: v for k, v in plain_values(group).items() if k not in REMOVED or k in defaults}
+    group["family"] = kind.family or kind.__name__
     dtype = group.get("state_dtype", defaults["state_dtype"])
     if isinstance(dtype, torch.dtype):
         group["state_dtype"] = str(dtype).removeprefix("torch.")
@@ -345,8 +347,8 @@ def is_removed(key: str, value: Any, defaults: Mapping[str, Any]) -> bool:
         return False
     if value is not REMOVED[key]:
         raise ValueError(
-            f"{key}={value!r}: this option was removed, because it did not improve any run; leave "
-            "it out, or use angular-muown 0.1 to continue such a run"
+            f"{key}={value!r}: this option was removed, because no run was clearly better with it; "
+            "leave it out"
         )
     return True
 

@@ -47,9 +47,14 @@ def chord_angle(chord: Tensor) -> Tensor:
     return 2 * torch.asin((chord / 2).clamp(max=1))
 
 
+def radial(X: Tensor, U: Tensor, over: Reductions = LOCAL) -> Tensor:
+    """Return the component of each row along a unit row: <X_i, U_i>."""
+    return over.row_sum(X * U)
+
+
 def project(X: Tensor, U: Tensor, over: Reductions = LOCAL) -> Tensor:
     """Project X onto the tangent space at unit rows U: X_i - <X_i, U_i> U_i."""
-    return X - over.row_sum(X * U) * U
+    return X - radial(X, U, over) * U
 
 
 def polar_coordinates(W: Tensor, G: Tensor, over: Reductions) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from angular_muown.stages.charts import nonzero, project
+from angular_muown.stages.charts import nonzero, project, radial
 from angular_muown.stages.context import Context
 from angular_muown.stages.orthogonalize import unit
-from angular_muown.stages.reductions import LOCAL, Reductions
+from angular_muown.stages.reductions import LOCAL
 
 Polar = Callable[[Tensor], Tensor]
 TANGENT = "tangent"  # the value of `orthogonalize` that asks for `Constrained`
@@ -42,7 +42,7 @@ class Constrained(Free):
 
     Each step starts from the last one's multiplier. X changes little between steps, so one dual
     step each keeps the multiplier near the solution. The component of Q along U is dropped. X and Q
-    carry the multiplier there, to the rank that has whole matrices and back.
+    carry the multiplier along U to the rank that has whole matrices, and back.
     """
 
     steps: int
@@ -56,8 +56,8 @@ class Constrained(Free):
         return X + torch.where(over.row_norm(X) == 0, 0.0, context.state["multiplier"]) * U
 
     def __call__(self, polar: Polar, X: Tensor, U: Tensor) -> Tensor:
-        found = dual_steps(polar, project(X, U), U, radial(X, U), self.steps)
-        return project(found.Q, U) + found.multiplier * U
+        dual = dual_steps(polar, project(X, U), U, radial(X, U), self.steps)
+        return project(dual.Q, U) + dual.multiplier * U
 
     def receive(self, Q: Tensor, U: Tensor, context: Context) -> Tensor:
         multiplier = context.state["multiplier"] = radial(Q, U, context.reductions)
@@ -90,11 +90,6 @@ def dual_steps(polar: Polar, X: Tensor, U: Tensor, multiplier: Tensor, steps: in
         at = Dual(*(torch.where(lower, a, b) for a, b in zip(new, at, strict=True)))
         length = torch.where(lower, length, length / 2)
     return at
-
-
-def radial(X: Tensor, U: Tensor, over: Reductions = LOCAL) -> Tensor:
-    """Return <X_i, U_i>."""
-    return over.row_sum(X * U)
 
 
 def _at(polar: Polar, X: Tensor, U: Tensor, multiplier: Tensor) -> Dual:

@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from angular_muown.stages.charts import normalize_rows, project
+from angular_muown.stages.charts import normalize_rows, project, radial
 from angular_muown.stages.reductions import row_norm
-from angular_muown.stages.tangent import radial
 
 __all__ = ["exponential", "project", "radial", "retract", "transport"]
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from angular_muown import AngularMuown, Muon, Muown, NorMuon, engine
 from angular_muown.distributed import session
 from angular_muown.kernels import coverage
+from angular_muown.params.layout import Layout, Slice2D
 from tests.library.family import noise, parameter
 from tests.ranks import results
 
@@ -103,6 +104,37 @@ def test_sharded_rows_equal_whole_matrices(world: int, member: str, case: str) -
         assert fused, "the kernels cover these parameters"
         for a, b in zip(sharded, whole, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def loaded(member: str, sharded: bool) -> list[Tensor]:
+    """Two steps, with a state in other dtypes in between, as `load_state_dict` may leave it."""
+    launch.ROW_ELEMENTS = 16384
+    coverage.runs_on = engine.runs_on = session.runs_on = lambda device: sharded
+    p = nn.Parameter(_placed(_weight((128, 144), 7), sharded))
+    optimizer = MEMBERS[member]([p], lr=0.02, process_group=None if sharded else False)
+    for step in range(2):
+        p.grad = _placed(noise(128, 144, seed=step, dtype=torch.float32), sharded)
+        optimizer.step()
+        state = optimizer.state[p]
+        state["momentum_buffer"] = state["momentum_buffer"].double()
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = state[name].bfloat16()
+    return [_whole(p.detach())]
+
+
+def test_a_state_in_other_dtypes_is_read_correctly() -> None:
+    (whole,) = results(1, loaded, "AngularMuown", False)[0]
+    for (sharded,) in results(2, loaded, "AngularMuown", True):
+        torch.testing.assert_close(sharded, whole, rtol=1e-2, atol=1e-3)
+
+
+def test_another_wire_dtype_leaves_the_kernels() -> None:
+    """They send float16 rows with an exponent each, nothing else."""
+    windows = [Slice2D((0, 64), (0, 128), 128, 128), Slice2D((64, 128), (0, 128), 128, 128)]
+    p = nn.Parameter(torch.ones(128, 128))
+    for wire_dtype in (None, "float32", "bfloat16"):
+        group = AngularMuown([p], wire_dtype=wire_dtype).param_groups[0]
+        assert coverage.covers_shards(p, windows, Layout(), group) == (wire_dtype is None)
 
 
 def test_row_sums_over_a_matrix_leave_the_kernels() -> None:

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from angular_muown.kernels import columns
+from angular_muown.kernels.triton.packets import row_address
 
 # Kernels can read global constants only as constexpr.
 WEIGHT = tl.constexpr(columns.WEIGHT)
@@ -183,38 +184,58 @@ def before_kernel(
 # Kernels for norms: scaling to a given Frobenius norm, and NorMuon's second moment.
 
 
-@triton.jit(do_not_specialize=["count"])
-def scales_kernel(stats, count, m, size, BLOCK: tl.constexpr):
-    """Compute the row factors that scale a matrix to Frobenius norm `size`."""
+@triton.jit
+def _row_size(stats, addresses, chunk, parts, count, matrix, row, m, n, PACKETS: tl.constexpr):
+    """Load the rows' exponents and sums of squares; -126 and 0 outside of the matrix."""
+    mask = row < m
+    if PACKETS:
+        at = row_address(addresses, matrix, row, mask, chunk, parts, n + HEADER)
+        exponent = at.to(tl.pointer_type(tl.float32))
+        squares = exponent + 1
+    else:
+        exponent = stats + EXPONENT * count * m + matrix * m + row
+        squares = stats + SQUARES * count * m + matrix * m + row
+    e = tl.load(exponent, mask=mask, other=-126.0)
+    return e, tl.load(squares, mask=mask, other=0.0)
+
+
+@triton.jit(do_not_specialize=["count", "chunk"])
+def scales_kernel(
+    stats, addresses, chunk, parts, count, m, n, size, PACKETS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Compute the row factors that scale a matrix to Frobenius norm `size`.
+
+    With PACKETS, the matrix has arrived from other ranks (see packets.py).
+    """
     matrix = tl.program_id(0).to(tl.int64)
-    exponents = stats + EXPONENT * count * m + matrix * m
-    squares = stats + SQUARES * count * m + matrix * m
     index = tl.arange(0, BLOCK)
     top = tl.full((BLOCK,), -126.0, tl.float32)
     for start in range(0, m, BLOCK):
-        mask = start + index < m
-        e = tl.load(exponents + start + index, mask=mask, other=-126.0)
-        q = tl.load(squares + start + index, mask=mask, other=0.0)
+        e, q = _row_size(
+            stats, addresses, chunk, parts, count, matrix, start + index, m, n, PACKETS
+        )
         top = tl.maximum(top, tl.where(q == 0.0, -126.0, e))
     highest = tl.max(top, axis=0)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, m, BLOCK):
-        mask = start + index < m
-        e = tl.load(exponents + start + index, mask=mask, other=-126.0)
-        q = tl.load(squares + start + index, mask=mask, other=0.0)
+        e, q = _row_size(
+            stats, addresses, chunk, parts, count, matrix, start + index, m, n, PACKETS
+        )
         total += q * tl.exp2(2.0 * (e - highest))
     factor = size / divisor(tl.sqrt(tl.sum(total, axis=0)))
     for start in range(0, m, BLOCK):
-        mask = start + index < m
-        e = tl.load(exponents + start + index, mask=mask, other=-126.0)
+        e, _ = _row_size(
+            stats, addresses, chunk, parts, count, matrix, start + index, m, n, PACKETS
+        )
         pointer = stats + FACTOR * count * m + matrix * m + start + index
-        tl.store(pointer, factor * tl.exp2(e - highest), mask=mask)
+        tl.store(pointer, factor * tl.exp2(e - highest), mask=start + index < m)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "chunk"])
 def normalize_kernel(
-    stats, raw, out, stride, count, m, n, tiles, TRANSPOSE: tl.constexpr, TILE: tl.constexpr
-):
+    stats, raw, out, addresses, chunk, parts, stride, count, m, n, tiles,
+    TRANSPOSE: tl.constexpr, PACKETS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Multiply rows by their factors; with TRANSPOSE, store the result as (n, m)."""
     matrix = tl.program_id(1).to(tl.int64)
     row = (tl.program_id(0) // tiles) * TILE + tl.arange(0, TILE)
@@ -222,7 +243,13 @@ def normalize_kernel(
     factor = tl.load(stats + FACTOR * count * m + matrix * m + row, mask=row < m, other=0.0)
     inside = (row[:, None] < m) & (column[None, :] < n)
     offset = row[:, None] * n + column[None, :]
-    X = tl.load(raw + matrix * stride + offset, mask=inside, other=0.0).to(tl.float32)
+    if PACKETS:
+        at = row_address(addresses, matrix, row, row < m, chunk, parts, n + HEADER)
+        packet = tl.multiple_of(at.to(tl.pointer_type(tl.float16)), 16)
+        source = packet[:, None] + HEADER + column[None, :]
+    else:
+        source = raw + matrix * stride + offset
+    X = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     X = (X * factor[:, None]).to(out.dtype.element_ty)
     if TRANSPOSE:
         inside = (column[:, None] < n) & (row[None, :] < m)
