@@ -49,6 +49,18 @@ def runs_on(device: torch.device) -> bool:
     return False
 
 
+def knows_shards(recipe: object) -> bool:
+    return False
+
+
+def covers_shards(*_: object) -> bool:
+    return False
+
+
+def advance_shards(*_: object) -> None:
+    raise RuntimeError("this file has no GPU kernels: install angular-muown for them")
+
+
 class FusedGroups:
     """Stands for the kernels that this file leaves out; never made, because `runs_on` is False."""
 

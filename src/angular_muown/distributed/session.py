@@ -26,7 +26,7 @@ from angular_muown.distributed.mesh import (
     sharding_of,
 )
 from angular_muown.distributed.reductions import ShardedReductions
-from angular_muown.kernels.coverage import covers_shards, knows_shards, runs_on, select_device
+from angular_muown.kernels.coverage import covers_shards, knows_shards, runs_on
 from angular_muown.params.layout import Layout
 from angular_muown.params.options import Group, parameter_names, seed
 from angular_muown.params.stacks import MatrixView, Stack, kind_of
@@ -34,7 +34,7 @@ from angular_muown.stages.orthogonalize import Iteration
 from angular_muown.update import Observer, Recipe, resume, update
 
 if TYPE_CHECKING:  # imports Triton
-    from angular_muown.distributed.fused_exchange import FusedExchange
+    from angular_muown.kernels.sharded import FusedExchange
 
 # Minimum bytes of an owner's matrices per round with kernels. A round costs the host two
 # collectives and three launches: small rounds leave the GPU idle.
@@ -43,6 +43,8 @@ LEAST_FUSED_ROUND = 32 * 2**20
 
 class ExchangeGroup:
     """Parameters that are sharded and replicated across the same ranks."""
+
+    fused: "FusedExchange | None" = None  # made at the first step by kernels
 
     def __init__(self, members: Sequence[SharedParameter]) -> None:
         self.key = [shared.key for shared in members]
@@ -56,11 +58,12 @@ class ExchangeGroup:
         least = LEAST_FUSED_ROUND if members[0].by_kernels else 0
         self.plan = Assignment(tasks, places, copies, max(least, int(sum(sizes) / places)))
         self.agreement = Agreement(self.sharding.everyone, members)
-        self.fused: FusedExchange | None = None
 
     def run(self, members: Sequence[SharedParameter], observers: Sequence[Observer]) -> None:
         if members[0].by_kernels and not observers:
-            self._run_fused(members)
+            from angular_muown.kernels.sharded import advance_shards  # imports Triton
+
+            self.fused = advance_shards(self.fused, members, self.plan, self.member_of)
             return
         parameter_of = [members[k] for k in self.member_of]
         views = [view for shared in members for view in views_of(shared)]
@@ -79,19 +82,6 @@ class ExchangeGroup:
             assert isinstance(iteration, Iteration), "only iterations can sum Gram matrices"
             resume(equation, iteration.of_part(X, stack.reductions))
         run_rounds(Exchange(self.sharding, plan, parameter_of, observers, start).rounds())
-
-    def _run_fused(self, members: Sequence[SharedParameter]) -> None:
-        from angular_muown.distributed.fused_exchange import (  # imports Triton
-            FusedExchange,
-            Operands,
-            fused_key,
-        )
-
-        operands = [Operands.of(shared) for shared in members]
-        if self.fused is None or self.fused.key != fused_key(members, operands):
-            self.fused = FusedExchange(members, operands, self.plan, self.member_of)
-        with select_device(self.fused.device):
-            self.fused.update(members, operands)
 
     def _stacks(
         self, tasks: list[int], views: list[MatrixView], parameter_of: list[SharedParameter]

@@ -8,6 +8,7 @@ before -> norms -> products -> norms -> after, chunk by chunk through a bounded 
     pointers     tables of addresses, and their transfer to the device; columns: the tables' fields
     polar_chain  the products that make a polar factor, their cost, and where results are stored
     products     the matrix products
+    sharded      the fused step of matrices whose rows are sharded across ranks
     triton       the kernels: rows, packets, matmul
 
 Triton is imported on first use only.

@@ -38,6 +38,7 @@ from angular_muown.kernels.columns import (
     SEED,
     STATS,
 )
+from angular_muown.kernels.coverage import select_device
 from angular_muown.kernels.fused import as_int32, bias_corrections, kind_scalars
 from angular_muown.kernels.launch import (
     BLOCK,
@@ -499,6 +500,27 @@ class FusedExchange:
             torch.int32
         )
         return out
+
+
+def advance_shards(
+    known: FusedExchange | None,
+    members: Sequence[SharedParameter],
+    plan: Assignment,
+    member_of: Sequence[int],
+) -> FusedExchange:
+    """Take a step of the members, with the launches of `known` if they still fit.
+
+    Args:
+        known: what the last call returned.
+        plan: the tasks of all members and their owners.
+        member_of: the member of each task.
+    """
+    operands = [Operands.of(shared) for shared in members]
+    if known is None or known.key != fused_key(members, operands):
+        known = FusedExchange(members, operands, plan, member_of)
+    with select_device(known.device):
+        known.update(members, operands)
+    return known
 
 
 def fused_key(members: Sequence[SharedParameter], operands: Sequence[Operands]) -> Any:
