@@ -187,7 +187,8 @@ class Engine(torch.optim.Optimizer):
         batches = [self._batch(indices) for _, indices in sets]
         shared = sorted((one for b in batches for one in b.shared), key=lambda one: one.index)
         if shared:
-            self._exchange.ranks = [*dict.fromkeys(one.sharding.everyone.ranks for one in shared)]
+            everyone = dict.fromkeys(one.sharding.everyone for one in shared)
+            self._exchange.ranks = [rank_group.ranks for rank_group in everyone]
             watch(self._exchange.ranks)
         active = [options.with_gradient(group, i) for i, group in enumerate(groups)]
         is_probe = not self.state and is_state_probe(groups, active)
@@ -303,7 +304,7 @@ class Engine(torch.optim.Optimizer):
         if cuda_graph.is_recording():
             raise RuntimeError("a step that exchanges matrices between ranks cannot be recorded")
         for one in shared:
-            one.open(self.state[one.parameter])
+            one.state = self.state[one.parameter]
         self._exchange.update(tasks.exchanges, self.observers)
         for one in shared:
             one.close()

@@ -40,6 +40,7 @@ class SharedParameter:
     index: int  # of the group
     noise: int | Tensor | None = None
     by_kernels: bool = False  # True if the kernels cover its step
+    state: State = field(default_factory=dict)
     _opened: OpenParameter | None = None
 
     @cached_property
@@ -58,15 +59,15 @@ class SharedParameter:
 
     @property
     def opened(self) -> OpenParameter:
-        assert self._opened is not None, "open() comes before the step"
+        """The parameter open for this step; `close` ends that."""
+        if self._opened is None:
+            self._opened = OpenParameter(self.parameter, self.state, self.layout, self.sharding)
         return self._opened
 
-    def open(self, state: State) -> None:
-        self._opened = OpenParameter(self.parameter, state, self.layout, self.sharding)
-
     def close(self) -> None:
-        self.opened.close()
-        self._opened = None
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
 
     @property
     def blocks(self) -> list[Slice2D]:

@@ -188,6 +188,14 @@ class RankGroup:
     index: int
     group: Any = field(default=None, compare=False)
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Computed once: a step looks its rank groups up for every parameter."""
+        return hash((self.ranks, self.index))
+
     @property
     def size(self) -> int:
         return len(self.ranks)

@@ -77,22 +77,23 @@ class Operands(NamedTuple):
     @staticmethod
     def of(shared: SharedParameter) -> "Operands":
         """Select this rank's part; without a gradient, zeros and copies, so that nothing moves."""
-        opened, state = shared.opened, shared.opened.state
+        p, state = shared.parameter, shared.state
         for name in ROW_STATE:
             # The kernels read float32; a loaded state may have another dtype.
             if name in state and state[name].dtype != torch.float32:
                 state[name] = state[name].float()
         vectors = [local(state[name]) if name in state else None for name in ROW_STATE]
-        if opened.momentum.dtype not in TYPES:
-            opened.momentum = opened.momentum.float()
-        if shared.parameter.grad is None:
+        weight, momentum = local(p), local(state["momentum_buffer"])
+        if p.grad is None:
             copies = [None if v is None else v.clone() for v in vectors]
-            weight = opened.working.clone()
-            return Operands(weight, torch.zeros_like(weight), opened.momentum.clone(), copies)
-        # A copy that stands in for the weight or the momentum is stored when the step is over.
-        opened.working, opened.momentum = _aligned(opened.working), _aligned(opened.momentum)
-        gradient = _aligned(local_gradient(shared.parameter))
-        return Operands(opened.working, gradient, opened.momentum, vectors)
+            momentum = momentum.to(_readable(momentum), copy=True)
+            return Operands(weight.clone(), torch.zeros_like(weight), momentum, copies)
+        if not (_is_aligned(weight) and _is_aligned(momentum)) or momentum.dtype not in TYPES:
+            # Copies stand in for them; they are stored when the step is over.
+            opened = shared.opened
+            opened.working = weight = _aligned(weight)
+            opened.momentum = momentum = _aligned(momentum.to(_readable(momentum)))
+        return Operands(weight, _aligned(local_gradient(p)), momentum, vectors)
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -104,11 +105,18 @@ class Operands(NamedTuple):
         return [0 if t is None else t.data_ptr() for t in tensors]
 
 
+def _is_aligned(t: Tensor) -> bool:
+    return t.is_contiguous() and t.data_ptr() % ALIGNMENT == 0
+
+
 def _aligned(t: Tensor) -> Tensor:
     """Return t, or a copy if the kernels cannot read it: FSDP2's gradients may start anywhere."""
-    if t.is_contiguous() and t.data_ptr() % ALIGNMENT == 0:
-        return t
-    return t.clone(memory_format=torch.contiguous_format)
+    return t if _is_aligned(t) else t.clone(memory_format=torch.contiguous_format)
+
+
+def _readable(momentum: Tensor) -> torch.dtype:
+    """The dtype in which the kernels read a momentum, which may have been loaded in another."""
+    return momentum.dtype if momentum.dtype in TYPES else torch.float32
 
 
 class Kind(NamedTuple):
@@ -487,7 +495,7 @@ class FusedExchange:
             decay = 1 - lr * group["weight_decay"]
             values += kind_scalars(group, recipe, step_size, radius_lr, decay)
         end = len(values)
-        counts = [(shared.index, float(shared.opened.t)) for shared in members]
+        counts = [(shared.index, float(shared.state["step"]) + 1) for shared in members]
         corrections = {
             (i, t): bias_corrections(by_group[i].recipe, t) for i, t in dict.fromkeys(counts)
         }
