@@ -55,8 +55,10 @@ class ExchangeGroup:
         sizes = [members[k].group["workspace"] * task.bytes for task, k in numbered]
         places, copies = self.sharding.shards.size, self.sharding.replicas.size
         tasks = tuple(task for task, _ in numbered)
-        least = LEAST_FUSED_ROUND if members[0].by_kernels else 0
-        self.plan = Assignment(tasks, places, copies, max(least, int(sum(sizes) / places)))
+        budget = int(sum(sizes) / places)
+        if members[0].by_kernels:  # whose buffers hold up to seven rounds, in whole or in part
+            budget = max(LEAST_FUSED_ROUND, budget // 4)
+        self.plan = Assignment(tasks, places, copies, budget)
         self.agreement = Agreement(self.sharding.everyone, members)
 
     def run(self, members: Sequence[SharedParameter], observers: Sequence[Observer]) -> None:
