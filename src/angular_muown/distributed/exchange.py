@@ -65,9 +65,10 @@ class SharedParameter:
         return self._opened
 
     def close(self) -> None:
+        """End the step: store what it computed elsewhere, and keep no tensor of it."""
         if self._opened is not None:
             self._opened.close()
-            self._opened = None
+        self._opened, self.state = None, {}
 
     @property
     def blocks(self) -> list[Slice2D]:

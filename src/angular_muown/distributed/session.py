@@ -163,13 +163,14 @@ def _runs_by_kernels(p: Tensor, sharding: Sharding, layout: Layout, group: Group
     )
 
 
+# Settings that a plan depends on.
 PLANNED = (
     "wire_dtype",
     "workspace",
     "write_back",
     "state_dtype",
     "capturable",
-)  # settings of a plan
+)
 
 
 class ExchangeSession:

@@ -503,10 +503,8 @@ class FusedExchange:
             values += corrections[counts[k]]
         out = torch.tensor(values, dtype=torch.float32, device="cpu")
         seeds = [as_int32(hash_seed(by_group[kind.group].group["step"])) for kind in self.kinds]
-        words = out.view(torch.int32)
-        words[SEED:end:SCALARS] = torch.tensor(seeds, dtype=torch.int64, device="cpu").to(
-            torch.int32
-        )
+        words = torch.tensor(seeds, dtype=torch.int64, device="cpu").to(torch.int32)
+        out.view(torch.int32)[SEED:end:SCALARS] = words
         return out
 
 
