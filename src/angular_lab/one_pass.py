@@ -58,9 +58,9 @@ GRIDS: Grids = (
     ("hyperball", SHORT, (4e-3, 6.3e-3, 1e-2)),
 )
 
-# All of the text, under the schedules that are best at a quarter of it; Hyperball's has not run, and
-# takes that of its nearest relative. If the angle does not fall by itself, four times the steps need
-# a lower learning rate. The closest competitors come first.
+# All of the text, under the schedules that are best at a quarter of it. Hyperball has not run there
+# and takes that of its nearest relative. If the angle does not fall by itself, four times the steps
+# need a lower learning rate. The closest competitors come first.
 WHOLE: Grids = (
     (ANGULAR, LINEAR, (1.6e-2, 2.5e-2, 4e-2)),
     (DECAYED, LINEAR, (6e-3, 1.2e-2, 2.4e-2)),
