@@ -1,24 +1,26 @@
-"""Before torch is imported: some virtual machines advertise AMX without allowing it, and a bf16
-product would end the process with an illegal instruction. Before Triton is imported, by whatever:
-without a GPU its kernels run in its interpreter."""
+"""Settings for all tests. The environment variables must be set before the imports they affect."""
 
 import os
 import signal
 
+# Some virtual machines advertise AMX but do not allow it: a bf16 product would then end the process
+# with an illegal instruction. torch reads this variable when it is imported.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import pytest
 import torch
 from hypothesis import settings
 
+# Without a GPU, kernels run in Triton's interpreter. Any later import may import Triton.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
-torch.set_num_threads(1)  # the suite runs in two processes
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a script
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests send it, children inherit it
+torch.set_num_threads(1)  # the suite already runs in two processes
+# Background jobs of a script ignore SIGINT, and so would their children. Tests send it to children.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

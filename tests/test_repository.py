@@ -1,4 +1,4 @@
-"""The repository's own rules: sizes, import time, documented code that runs."""
+"""Rules of the repository: function sizes, imports, links, and documented code that runs."""
 
 import ast
 import os
@@ -12,14 +12,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
-# What a file or folder of the integrations may import: its own host.
+# The packages that each file or folder of the integrations may import.
 HOSTS = {
     "lightning": {"lightning"},
     "megatron": {"megatron"},
     "optax": {"jax", "optax"},
     "torchtitan": {"torchtitan"},
 }
-# Hosts that no file of the integrations imports: they are known by what they hand over.
+# Supported hosts that no integration imports: their objects are recognized without an import.
 OTHER_HOSTS = {
     "accelerate", "flax", "peft", "tensorboard", "trackio", "transformers", "trl", "wandb",
 }  # fmt: skip
@@ -37,8 +37,10 @@ def test_functions_stay_short() -> None:
 
 
 def test_import_is_quick_and_compiles_nothing(tmp_path: Path) -> None:
-    """Without torch's own import, under 50 ms; neither compiler nor hosts are even loaded. Python
-    keeps what it compiled of the source, as it does for users."""
+    """Import the library in under 50 ms after torch, without loading a compiler or a host.
+
+    Bytecode is cached between the imports, as it is for users.
+    """
     heavy = {"torch._dynamo", "triton", *OTHER_HOSTS}.union(*HOSTS.values())
     code = (
         "import time, sys, torch\n"
@@ -47,21 +49,24 @@ def test_import_is_quick_and_compiles_nothing(tmp_path: Path) -> None:
         f"heavy = {heavy!r}\n"
         "print(time.process_time() - start, not heavy.isdisjoint(sys.modules))"
     )
-    kept = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
-    kept.pop("PYTHONDONTWRITEBYTECODE", None)
+    env = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
     seconds = []
     for _ in range(3):
         run = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=kept
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env
         )
-        took, *loaded = run.stdout.split()
+        elapsed, *loaded = run.stdout.split()
         assert loaded == ["False"]
-        seconds.append(float(took))
+        seconds.append(float(elapsed))
     assert min(seconds) < 0.05
 
 
-def test_the_library_needs_torch_alone() -> None:
-    """Triton, which torch brings along on a GPU, only where it is not imported without need."""
+def test_the_library_depends_only_on_torch() -> None:
+    """Only the kernels may import Triton, which torch installs for GPUs.
+
+    Only an integration may import its host.
+    """
     library = ROOT / "src" / "angular_muown"
     for path in library.rglob("*.py"):
         allowed = {"torch", "angular_muown", *sys.stdlib_module_names}
@@ -82,8 +87,8 @@ def _python_blocks(text: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
 
 
-def test_each_host_is_documented_by_itself() -> None:
-    """What a block of the integrations uses is imported or made in it: ruff sees no other name."""
+def test_code_blocks_of_the_integrations_are_self_contained() -> None:
+    """Each block imports or defines every name that it uses."""
     for block in _python_blocks((ROOT / "docs" / "integrations.md").read_text()):
         run = subprocess.run(
             [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821", "-"],
@@ -94,7 +99,7 @@ def test_each_host_is_documented_by_itself() -> None:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
 def test_documented_code_runs(path: Path, tmp_path: Path) -> None:
-    """The blocks of a document are one program."""
+    """Run all blocks of a document as one program."""
     code = "\n".join(_python_blocks(path.read_text()))
     if not code:
         pytest.skip(f"{path.name} has no Python")
@@ -115,7 +120,7 @@ def _prose(text: str) -> str:
 
 
 def _anchors(path: Path) -> set[str]:
-    """Of a document's headings, as GitHub names them."""
+    """Return the anchors that GitHub gives the headings of a document."""
     titles = re.findall(r"^#+ (.+)$", _prose(path.read_text()), flags=re.MULTILINE)
     plain = (re.sub(r"[^\w\- ]", "", title.lower()) for title in titles)
     return {title.replace(" ", "-") for title in plain}
@@ -125,9 +130,9 @@ def _anchors(path: Path) -> set[str]:
 def test_links_resolve(path: Path) -> None:
     for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", _prose(path.read_text())):
         if not target.startswith("http"):
-            found = path.parent / target if target else path
-            assert found.exists(), target
-            assert not anchor or anchor in _anchors(found), f"{target}#{anchor}"
+            linked = path.parent / target if target else path
+            assert linked.exists(), target
+            assert not anchor or anchor in _anchors(linked), f"{target}#{anchor}"
 
 
 @pytest.mark.parametrize(
@@ -139,12 +144,12 @@ def test_links_resolve(path: Path) -> None:
     ],
 )
 def test_import_contracts_cover_every_module(name, source, allowed) -> None:
-    """A new module is forbidden until somebody allows it."""
+    """Each contract forbids every module that is not explicitly allowed here."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     (contract,) = (c for c in settings["contracts"] if c["name"] == name)
     package = ROOT / "src" / "angular_muown" / source
     entries = [*package.glob("[!_]*.py"), *(x.parent for x in package.glob("*/__init__.py"))]
     modules = {".".join(x.relative_to(ROOT / "src").with_suffix("").parts) for x in entries}
-    wanted = modules - {f"angular_muown.{x}" for x in allowed}
-    assert wanted
-    assert wanted <= set(contract["forbidden_modules"])
+    forbidden = modules - {f"angular_muown.{x}" for x in allowed}
+    assert forbidden
+    assert forbidden <= set(contract["forbidden_modules"])

@@ -1,4 +1,4 @@
-"""What the tests run over: adding an optimizer means adding a row."""
+"""The optimizers and inputs of the tests. A new optimizer needs one row here."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,13 +24,16 @@ from tests.reference import angular_muown, concurrent_methods, muon, muown
 
 
 class TangentPolar(AngularMuown):
-    """orthogonalize="tangent", with any polar factor inside: all laws and contracts hold for it."""
+    """AngularMuown with the tangent constraint and any orthogonalizer.
+
+    `orthogonalize="tangent"` always uses Polar Express. The laws hold for the others too.
+    """
 
     def recipe(self, group: dict[str, Any]) -> Recipe:
         return replace(super().recipe(group), tangent=Constrained(group["tangent_steps"]))
 
 
-# optimizer, reference, arguments of both
+# Optimizer, reference, arguments of both.
 PARITY: list[tuple[type[Engine], Any, dict[str, Any]]] = [
     (AngularMuown, angular_muown.AngularMuown, {"lr": 0.02, "warmup_steps": 20}),
     (AngularMuown, angular_muown.AngularMuown, {"lr": 0.05, "weight_decay": 0.1}),
@@ -48,22 +51,22 @@ PARITY: list[tuple[type[Engine], Any, dict[str, Any]]] = [
     ),
 ]
 
-FUSED: list[type[Engine]] = [AngularMuown, Muown, NorMuown, Muon, NorMuon]  # the kernels know them
+FUSED: list[type[Engine]] = [AngularMuown, Muown, NorMuown, Muon, NorMuon]  # the kernels cover them
 ON_SPHERES: list[type[Engine]] = [Hyperball, MagnitudeDirection]
 MEMBERS: list[type[Engine]] = [*FUSED, *ON_SPHERES]
 FAMILY: list[type[Engine]] = [*MEMBERS, TangentPolar]
-WITH_RADII: list[type[Engine]] = [AngularMuown, Muown, NorMuown, TangentPolar]  # of W's rows
+WITH_RADII: list[type[Engine]] = [AngularMuown, Muown, NorMuown, TangentPolar]  # learn row norms
 
 
 def direction_only(optimizer: type[Engine]) -> dict[str, Any]:
-    """Arguments under which no size learns."""
+    """Return arguments under which only directions learn."""
     if optimizer is MagnitudeDirection:
         return {"radius_lr": 0.0}
     return {"radius": "fixed"} if optimizer in WITH_RADII else {}
 
 
 def parameter(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Parameter:
-    W = np.random.default_rng(10**6 + seed).normal(size=shape) * 0.05  # never a gradient's seed
+    W = np.random.default_rng(10**6 + seed).normal(size=shape) * 0.05  # no gradient has this seed
     return nn.Parameter(torch.tensor(W, dtype=dtype))
 
 
@@ -78,7 +81,7 @@ def run(
     start: int = 0,
     gradient: Callable[[nn.Parameter, int, int], Tensor] | None = None,
 ) -> None:
-    """Steps with gradients that are a function of the weight, its index and the step."""
+    """Take steps whose gradients depend on the weight, its index and the step number."""
     for t in range(start, start + steps):
         for i, p in enumerate(params):
             p.grad = (gradient or pull)(p, i, t)
@@ -86,5 +89,5 @@ def run(
 
 
 def pull(p: nn.Parameter, index: int, t: int) -> Tensor:
-    """A noisy pull to zero: no problem of its own, but every stage of the step has work to do."""
+    """Return a noisy gradient that pulls the weight to zero and exercises every stage."""
     return noise(*p.shape, seed=1000 * t + index, dtype=p.dtype) + 0.1 * p.detach()

@@ -1,4 +1,4 @@
-"""A small model with every kind of parameter that plan has to tell apart."""
+"""A small model with every kind of parameter that `plan` has to tell apart."""
 
 import torch
 from torch import Tensor, nn
@@ -50,8 +50,11 @@ def tiny_lm(dtype: torch.dtype = torch.float32, d: int = 16) -> TinyLM:
 
 
 def loss_of(model: nn.Module, seed: int = 0) -> Tensor:
-    """Predict a fixed permutation of the last token: learnable, and never quite finished."""
+    """Return the loss of predicting a fixed permutation of each token.
+
+    The model can learn it, but a few steps do not bring the loss to zero.
+    """
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, 20, (8, 12), generator=generator)
-    wanted = (7 * tokens + 3) % 20
-    return F.cross_entropy(model(tokens).flatten(0, 1).float(), wanted.flatten())
+    targets = (7 * tokens + 3) % 20
+    return F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())

@@ -1,4 +1,4 @@
-"""The step is the same inside and outside of autocast; the closure keeps the caller's."""
+"""A step does not depend on autocast. A closure keeps the autocast state of its caller."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.library.family import MEMBERS, noise, parameter
 
 
 def ill_conditioned(seed: int) -> torch.Tensor:
-    """A gradient whose polar factor products in bfloat16 would miss by percents."""
+    """Return a gradient whose polar factor is off by several percent if computed in bfloat16."""
     U, _, Vh = torch.linalg.svd(noise(12, 12, seed=seed), full_matrices=False)
     return (U * torch.logspace(0, -3, 12, dtype=U.dtype)) @ Vh
 
@@ -17,7 +17,7 @@ def ill_conditioned(seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("member", MEMBERS)
 def test_a_step_is_the_same_under_autocast(member: type[Engine], dtype: torch.dtype) -> None:
-    ends = []
+    results = []
     for enabled in (False, True):
         p = parameter(12, 12, dtype=torch.float32)
         optimizer = member([p], lr=0.1)
@@ -25,17 +25,17 @@ def test_a_step_is_the_same_under_autocast(member: type[Engine], dtype: torch.dt
             p.grad = ill_conditioned(t).float()
             with torch.autocast("cpu", dtype=dtype, enabled=enabled):
                 optimizer.step()
-        ends.append(p.detach())
-    assert torch.equal(*ends)
+        results.append(p.detach())
+    assert torch.equal(*results)
 
 
 def test_the_closure_keeps_the_autocast_of_its_caller() -> None:
     layer = nn.Linear(4, 4, bias=False)
-    seen = []
+    dtypes = []
 
     def closure() -> torch.Tensor:
         y = layer(torch.ones(2, 4))
-        seen.append(y.dtype)
+        dtypes.append(y.dtype)
         loss = y.float().square().sum()
         loss.backward()
         return loss
@@ -43,4 +43,4 @@ def test_the_closure_keeps_the_autocast_of_its_caller() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         MEMBERS[0](layer.parameters()).step(closure)
         assert torch.is_autocast_enabled("cpu")
-    assert seen == [torch.bfloat16]
+    assert dtypes == [torch.bfloat16]

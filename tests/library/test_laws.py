@@ -1,4 +1,4 @@
-"""The paper as laws: what must hold for every weight, gradient and shape."""
+"""The paper's claims as laws, which hold for every weight, gradient and shape."""
 
 import math
 
@@ -62,7 +62,7 @@ def test_the_tangent_gradient_is_tangent(chart, shape, seed) -> None:
 
 
 @given(shape=shapes, seed=seeds)
-def test_radial_and_tangent_parts_make_up_the_gradient(shape, seed) -> None:
+def test_the_gradient_is_the_sum_of_its_radial_and_tangent_parts(shape, seed) -> None:
     """The chain rule of W = Diag(g) U: G = T / g + r U."""
     W, G = _weight_and_gradient(shape, seed)
     at = Oblique().split(W, G, Context({}))
@@ -83,39 +83,38 @@ def test_angle_of_a_retracted_step(n, seed, size) -> None:
     U = normalize_rows(noise(4, n, seed=seed))
     xi = size * normalize_rows(noise(4, n, seed=seed + 1))
     radial = (xi * U).sum(-1, keepdim=True)
-    wanted = torch.atan2(row_norm(xi - radial * U), 1 + radial).squeeze(-1)
+    expected = torch.atan2(row_norm(xi - radial * U), 1 + radial).squeeze(-1)
     measured = row_angles(U, normalize_rows(U + xi))
-    # the monitor reads directions up to sign: beyond 90 degrees it sees the other end of the row
-    wanted = torch.minimum(wanted, math.pi - wanted)
-    torch.testing.assert_close(measured, wanted, rtol=1e-6, atol=1e-14)
+    # The monitor ignores the sign of a direction, so it never reports more than 90 degrees.
+    expected = torch.minimum(expected, math.pi - expected)
+    torch.testing.assert_close(measured, expected, rtol=1e-6, atol=1e-14)
 
 
 @given(shape=shapes, seed=seeds, data=st.data())
 @settings(max_examples=30)
 def test_the_turn_does_not_depend_on_the_gauge(shape, seed, data) -> None:
-    """Rows of any length c: W_i -> c_i W_i, G_i -> G_i / c_i turns U by the same angles, step after
-    step, through the momentum."""
+    """Rescaling W_i -> c_i W_i, G_i -> G_i / c_i does not change U at any step."""
     W = noise(*shape, seed=seed)
     c = torch.tensor(
         data.draw(st.lists(st.floats(0.01, 100), min_size=shape[0], max_size=shape[0])),
         dtype=torch.float64,
     ).unsqueeze(-1)
-    turned = []
-    for unit in (torch.ones_like(c), c):
-        p = nn.Parameter(unit * W)
-        # the polynomial, not the exact polar factor, which may amplify rounding without bound
+    directions = []
+    for factor in (torch.ones_like(c), c):
+        p = nn.Parameter(factor * W)
+        # Use the polynomial: the exact polar factor may amplify rounding without bound.
         opt = AngularMuown([p], lr=0.1, radius="fixed")
         for t in range(4):
-            p.grad = noise(*shape, seed=seed + 1 + t) / unit
+            p.grad = noise(*shape, seed=seed + 1 + t) / factor
             opt.step()
-        turned.append(normalize_rows(p.detach()))
-    torch.testing.assert_close(*turned, rtol=1e-9, atol=1e-9)
+        directions.append(normalize_rows(p.detach()))
+    torch.testing.assert_close(*directions, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (4, 6), (5, 5)])
 @pytest.mark.parametrize("radius", ["fixed", "adam"])
-def test_muown_is_a_riemannian_step_with_angle_over_the_stored_norm(shape, radius) -> None:
-    """Muown on R equals the retraction of U - (lr s / rho) Q, rho following |R|, exactly."""
+def test_muown_is_a_riemannian_step_divided_by_the_stored_norm(shape, radius) -> None:
+    """Muown on R equals the retraction of U - (lr s / rho) Q exactly, where rho follows |R|."""
     p = parameter(*shape)
     opt = Muown([p], lr=0.05, orthogonalize="svd", radius=radius)
     adam = Adam(shape[0])
@@ -130,7 +129,7 @@ def test_muown_is_a_riemannian_step_with_angle_over_the_stored_norm(shape, radiu
         M = 0.95 * M + T
         step = U - 0.05 * s / rho * svd(T + 0.95 * M)
         rho, U = rho * row_norm(step), normalize_rows(step)
-        if radius == "adam":  # signed, as published
+        if radius == "adam":  # g may become negative, as published
             g = g - 0.05 * torch.tensor(adam.direction(r.squeeze(-1).numpy())).unsqueeze(-1)
         p.grad = G
         opt.step()
@@ -138,8 +137,8 @@ def test_muown_is_a_riemannian_step_with_angle_over_the_stored_norm(shape, radiu
     torch.testing.assert_close(opt.state[p]["stored_norm"], rho, rtol=1e-12, atol=0)
 
 
-def test_kappa_of_one_over_the_stored_norm_reproduces_muown() -> None:
-    """One row per matrix, so that the polar factor is blind to the gradient's row scaling."""
+def test_angular_muown_with_kappa_one_over_the_stored_norm_is_muown() -> None:
+    """Use one row per matrix, so that scaling rows does not change the polar factor."""
     a, b = parameter(1, 8), parameter(1, 8)
     muown = Muown([a], lr=0.01, orthogonalize="svd", radius="fixed", scale="none", momentum=0.0)
     angular = AngularMuown(
@@ -175,7 +174,7 @@ def _one_step(shape: tuple[int, int], seed: int, lr: float, at_step: int) -> tup
 
 @given(shape=shapes, seed=seeds, step=st.integers(1, 10**5))
 def test_kappa_acts_on_the_direction_alone_and_lr_on_both(shape, seed, step) -> None:
-    """tan(angle) goes with lr kappa, the change of a length with lr alone."""
+    """tan(angle) is proportional to lr * kappa, the change of a length to lr alone."""
     lr, factor = 1e-6, 1 / (1 + 1e-3 * step)
     angle, stretch = _one_step(shape, seed, lr, at_step=0)
     by_kappa, stretch_by_kappa = _one_step(shape, seed, lr, at_step=step)
@@ -209,7 +208,7 @@ def test_kappa_is_one_until_warmup_and_falls_after(step, warmup, p) -> None:
     assert inverse_polynomial(step + 1, warmup, 1e-3, p) <= kappa
 
 
-def test_kappa_reads_as_an_angle() -> None:
+def test_the_angle_follows_from_lr_and_kappa() -> None:
     opt = AngularMuown([parameter(4, 4)], lr=0.02)
     group = opt.param_groups[0]
     assert opt.angle(group) == pytest.approx(math.degrees(math.atan(0.02)))
@@ -229,9 +228,9 @@ def test_a_zero_row_leaves_zero_continuously(optimizer: type[Engine], radius, lr
     G = noise(5, 6, seed=3)
     p.grad = G.clone()
     opt.step()
-    moved = p.detach()[2]
-    assert 0 < moved.norm() <= lr * (1 + 1e-6)
-    torch.testing.assert_close(moved / moved.norm(), -G[2] / G[2].norm())
+    row = p.detach()[2]
+    assert 0 < row.norm() <= lr * (1 + 1e-6)
+    torch.testing.assert_close(row / row.norm(), -G[2] / G[2].norm())
     run(opt, [p], 20)
     assert p.isfinite().all()
     assert p.detach()[2].norm() <= 21 * lr * (1 + lr) ** 21
@@ -239,12 +238,12 @@ def test_a_zero_row_leaves_zero_continuously(optimizer: type[Engine], radius, lr
 
 @pytest.mark.parametrize("optimizer", WITH_RADII)
 @pytest.mark.parametrize("radius", ["adam", "log_adam"])
-def test_a_row_zeroed_from_outside_moves_downhill_whatever_its_momentum(optimizer, radius) -> None:
-    """A pruned row: the first moment of its length belongs to a direction that is gone."""
+def test_a_row_zeroed_from_outside_moves_downhill_despite_its_momentum(optimizer, radius) -> None:
+    """The first moment of a pruned row's length belongs to a direction that no longer exists."""
     p = parameter(5, 6)
     opt = optimizer([p], lr=0.01, radius=radius)
     for t in range(5):
-        p.grad = 1000 * p.detach() + noise(5, 6, seed=t)  # every length falls
+        p.grad = 1000 * p.detach() + noise(5, 6, seed=t)  # shrinks every row
         opt.step()
     with torch.no_grad():
         p[2] = 0
@@ -269,7 +268,7 @@ def test_zero_rows_without_gradient_stay_zero(optimizer: type[Engine]) -> None:
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)
-def test_zero_gradients_from_the_start_move_nothing(optimizer: type[Engine]) -> None:
+def test_zero_gradients_at_the_first_step_do_not_move_weights(optimizer: type[Engine]) -> None:
     p = parameter(5, 6)
     before = p.detach().clone()
     opt = optimizer([p], lr=0.1, weight_decay=0.0)
@@ -281,22 +280,22 @@ def test_zero_gradients_from_the_start_move_nothing(optimizer: type[Engine]) -> 
 @pytest.mark.parametrize("optimizer", FAMILY)
 @pytest.mark.parametrize("size", [1e-30, 1e-12, 1e12, 1e30])
 def test_the_direction_ignores_the_size_of_the_gradient(optimizer: type[Engine], size) -> None:
-    """Gradient clipping reaches such sizes; an eps in a divisor would bend the step there."""
-    ends = []
+    """Gradient clipping produces such sizes. An eps in a divisor would change the step there."""
+    results = []
     for factor in (1.0, size):
         p = parameter(8, 12, dtype=torch.float32)
         opt = optimizer([p], lr=0.01, **direction_only(optimizer))
         for t in range(3):
             p.grad = noise(8, 12, seed=t, dtype=torch.float32) * factor
             opt.step()
-        ends.append(p.detach())
-    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-6)
+        results.append(p.detach())
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)
 @pytest.mark.parametrize("size", [1e20, 1e30])
-def test_one_gradient_spike_leaves_no_trace(optimizer: type[Engine], size) -> None:
-    """The square of such a gradient overflows float32; the weights must stay finite for good."""
+def test_weights_stay_finite_after_a_gradient_spike(optimizer: type[Engine], size) -> None:
+    """The square of such a gradient overflows float32."""
     p = parameter(4, 6, dtype=torch.float32)
     opt = optimizer([p], lr=0.01)
     for t in range(6):
@@ -306,7 +305,7 @@ def test_one_gradient_spike_leaves_no_trace(optimizer: type[Engine], size) -> No
 
 
 @pytest.mark.parametrize("optimizer", FAMILY)
-def test_eps_of_zero_without_a_gradient_does_not_divide_by_zero(optimizer: type[Engine]) -> None:
+def test_zero_eps_does_not_divide_by_a_zero_gradient(optimizer: type[Engine]) -> None:
     p = parameter(4, 6)
     opt = optimizer([p], eps=0.0)
     p.grad = noise(4, 6, seed=1)
@@ -317,16 +316,16 @@ def test_eps_of_zero_without_a_gradient_does_not_divide_by_zero(optimizer: type[
 
 @pytest.mark.parametrize("factor", [3.0, 0.2])
 def test_log_adam_is_scale_invariant(factor) -> None:
-    """Rows and gradients in other units: the relative change of a length stays the same."""
-    ends = []
+    """The relative change of a length does not depend on the units of weights and gradients."""
+    results = []
     for c in (1.0, factor):
         p = nn.Parameter(parameter(6, 5).detach() * c)
         opt = AngularMuown([p], lr=0.05, radius="log_adam", orthogonalize="svd", eps=0.0)
         for t in range(10):
             p.grad = noise(6, 5, seed=t) / c
             opt.step()
-        ends.append(row_norm(p.detach()) / c)
-    torch.testing.assert_close(*ends)
+        results.append(row_norm(p.detach()) / c)
+    torch.testing.assert_close(*results)
 
 
 def test_log_adam_never_changes_the_sign_and_fixed_keeps_the_lengths() -> None:
@@ -335,7 +334,7 @@ def test_log_adam_never_changes_the_sign_and_fixed_keeps_the_lengths() -> None:
         before = p.detach().clone()
         opt = AngularMuown([p], lr=1e-4, radius=radius, radius_lr=2.0)
         for t in range(20):
-            p.grad = before + 0.1 * noise(6, 5, seed=t)  # straight at zero
+            p.grad = before + 0.1 * noise(6, 5, seed=t)  # points away from zero: descent shrinks W
             opt.step()
         assert ((p.detach() * before).sum(-1) > 0).all()
         if radius == "fixed":

@@ -1,4 +1,4 @@
-"""Every member against its float64 reference, over 200 steps, however its matrices are stored."""
+"""Compare every member with its float64 reference over 200 steps, in every storage layout."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,8 @@ from tests.library.family import PARITY, noise, parameter
 
 STEPS = 200
 
-# name, shape of the parameter, group values, the matrices of an array of that shape as views
+# Name, shape of the parameter, group values, and a function that returns the matrices in an array
+# of that shape as views.
 STORED: list[tuple[str, tuple[int, ...], dict[str, Any], Callable[[np.ndarray], list[np.ndarray]]]]
 STORED = [
     ("tall", (24, 10), {}, lambda a: [a]),
@@ -48,8 +49,8 @@ def test_parity(
     matrices: Callable[[np.ndarray], list[np.ndarray]],
 ) -> None:
     p = parameter(*shape)
-    wanted = p.detach().numpy().copy()
-    parts = matrices(wanted)
+    expected = p.detach().numpy().copy()
+    parts = matrices(expected)
     references = [reference(part.copy(), **arguments) for part in parts]
     ours = optimizer([{"params": [p], **values}], orthogonalize="svd", **arguments)
     crossings = 0
@@ -60,14 +61,14 @@ def test_parity(
             crossings += int((getattr(ref, "g", np.ones(1)) < 0).sum())
         p.grad = G
         ours.step()
-    error = np.linalg.norm(p.detach().numpy() - wanted) / np.linalg.norm(wanted)
+    error = np.linalg.norm(p.detach().numpy() - expected) / np.linalg.norm(expected)
     assert error <= 1e-12
     if hasattr(references[0], "g"):
-        assert crossings > 0, "no length crossed zero: the signed form was not put to the test"
+        assert crossings > 0, "no length crossed zero, so the signed form was not tested"
 
 
-def test_reference_stays_short() -> None:
-    """At most 50 lines each: short enough to be compared with the paper by eye."""
+def test_references_stay_short() -> None:
+    """Allow at most 50 lines each, so that a reader can compare them with the paper."""
     from pathlib import Path
 
     for path in (Path(__file__).parents[1] / "reference").glob("*.py"):
@@ -75,7 +76,7 @@ def test_reference_stays_short() -> None:
 
 
 def test_views_share_storage_with_the_array() -> None:
-    """The parity test writes through these views: a copy would make it compare nothing."""
+    """The parity test writes through these views. With copies it would compare nothing."""
     for name, shape, _, matrices in STORED:
         a = np.zeros(shape)
         for part in matrices(a):
@@ -83,7 +84,7 @@ def test_views_share_storage_with_the_array() -> None:
         assert a.all(), name
 
 
-def test_a_step_of_one_parameter_does_not_touch_another() -> None:
+def test_a_parameter_without_gradient_gets_no_step_and_no_state() -> None:
     a, b = parameter(6, 4), parameter(6, 4, seed=1)
     for optimizer, _, arguments in PARITY:
         opt = optimizer([nn.Parameter(a.detach().clone()), b], **arguments)

@@ -1,4 +1,4 @@
-"""The paper's Algorithm 2 as a setting of AngularMuown, and options that were removed."""
+"""AngularMuown with orthogonalize="tangent", the paper's Algorithm 2, and removed options."""
 
 from dataclasses import replace
 from typing import Any
@@ -33,17 +33,17 @@ def test_the_constraint_is_off_by_default() -> None:
     assert "multiplier" not in plain.state_names
 
 
-def test_what_the_kernels_do_not_compute_takes_the_eager_path() -> None:
+def test_the_kernels_do_not_cover_the_constraint() -> None:
     assert knows(recipe())
     assert not knows(recipe(**TANGENT))
     normalized = replace(recipe(), normalize=RowSecondMoment(0.9))
-    assert knows(normalized), "in every chart: held to the float64 step in test_kernels.py"
+    assert knows(normalized), "the kernels cover row normalization in every chart"
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_momentum_along_the_rows_does_not_matter(shape) -> None:
-    """It adds up in training, as old gradients are not tangent to new rows."""
-    ends: dict[bool, list[Tensor]] = {True: [], False: []}
+def test_the_constraint_ignores_momentum_along_the_rows(shape) -> None:
+    """Such momentum accumulates in training: old gradients are not tangent to new rows."""
+    weights: dict[bool, list[Tensor]] = {True: [], False: []}
     for on in (True, False):
         for along in (0.0, 1.0):
             p = parameter(*shape)
@@ -52,29 +52,29 @@ def test_momentum_along_the_rows_does_not_matter(shape) -> None:
             buffer = opt.state[p]["momentum_buffer"]
             buffer += along * buffer.norm() * normalize_rows(p.detach())
             run(opt, [p], 1, start=2)
-            ends[on].append(p.detach())
-    torch.testing.assert_close(*ends[True], rtol=1e-9, atol=1e-12)
-    assert not torch.allclose(*ends[False], rtol=1e-3)
+            weights[on].append(p.detach())
+    torch.testing.assert_close(*weights[True], rtol=1e-9, atol=1e-12)
+    assert not torch.allclose(*weights[False], rtol=1e-3)
 
 
 @pytest.mark.parametrize(
     ("key", "value"),
     [("tangent_steps", -1), ("tangent_steps", True), ("tangent_steps", 1.5)],
 )
-def test_values_are_checked(key, value) -> None:
+def test_invalid_tangent_steps_are_rejected(key, value) -> None:
     with pytest.raises(ValueError, match=f"{key}={value!r} is not valid"):
         AngularMuown([parameter(4, 6)], **{key: value})
 
 
-def test_without_row_beta_normuon_is_muon() -> None:
+def test_normuon_without_row_beta_is_muon() -> None:
     a, b = parameter(6, 8), parameter(6, 8)
     run(NorMuon([a], lr=0.02, row_beta=None), [a], 3)
     run(Muon([b], lr=0.02, weight_decay=0.0), [b], 3)
     assert torch.equal(a, b)
 
 
-def test_settings_may_change_in_the_middle_of_a_run() -> None:
-    """They are values of a group: state that a stage lacks starts at zero."""
+def test_settings_may_change_during_a_run() -> None:
+    """Settings are values of a group. Missing state of a stage starts at zero."""
     p = parameter(6, 8)
     opt = AngularMuown([p], lr=0.02)
     run(opt, [p], 3)
@@ -90,8 +90,8 @@ REMOVED = {"tangent_momentum": True, "exact_angle": True, "row_beta": 0.9, "colu
 
 
 @pytest.mark.parametrize("key", REMOVED)
-def test_an_option_that_was_removed_is_refused_where_it_was_on(key: str) -> None:
-    """State dicts of version 0.1 have these keys; at the values that turned them off they load."""
+def test_a_removed_option_is_rejected_unless_it_is_off(key: str) -> None:
+    """State dicts of version 0.1 have these keys. They load if every such option was off."""
     assert set(REMOVED) == set(options.REMOVED)
     p = parameter(4, 6)
     with pytest.raises(ValueError, match=f"{key}={REMOVED[key]!r}: this option was removed"):

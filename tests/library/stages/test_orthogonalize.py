@@ -1,4 +1,4 @@
-"""Orthogonalizers against the singular value decomposition."""
+"""Compare orthogonalizers with the singular value decomposition."""
 
 import pytest
 import torch
@@ -12,19 +12,21 @@ SHAPES = [(12, 12), (8, 40), (40, 8), (1, 9), (9, 1), (3, 16, 5), (2, 3, 6, 20)]
 @pytest.mark.parametrize("name", ORTHOGONALIZERS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_singular_vectors_stay_and_singular_values_go_to_one(name, shape, dtype) -> None:
+def test_singular_vectors_are_kept_and_singular_values_become_one(name, shape, dtype) -> None:
     X = noise(*shape, seed=1).to(dtype)
-    kept = X.clone()
+    original = X.clone()
     Q = ORTHOGONALIZERS[name](X)
     assert Q.shape == X.shape
     assert Q.dtype == dtype
-    assert torch.equal(X, kept), "the input was written"
+    assert torch.equal(X, original), "the input was modified"
     U, _, Vh = torch.linalg.svd(X.double(), full_matrices=False)
-    core = U.mT @ Q.double() @ Vh.mT  # diagonal if the singular vectors stayed
+    core = U.mT @ Q.double() @ Vh.mT  # diagonal if the singular vectors are kept
     values = core.diagonal(dim1=-2, dim2=-1)
-    loose = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2}[dtype]
-    assert (core - torch.diag_embed(values)).abs().max() < loose
-    low, high = {"svd": (1 - loose, 1 + loose), "newton_schulz": (0.2, 1.25)}.get(name, (0.8, 1.2))
+    tolerance = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2}[dtype]
+    assert (core - torch.diag_embed(values)).abs().max() < tolerance
+    low, high = {"svd": (1 - tolerance, 1 + tolerance), "newton_schulz": (0.2, 1.25)}.get(
+        name, (0.8, 1.2)
+    )
     assert values.min() > low
     assert values.max() < high
 
@@ -39,7 +41,7 @@ def test_scale_of_the_input_does_not_matter(name, shape) -> None:
 
 
 @pytest.mark.parametrize("name", ORTHOGONALIZERS)
-def test_zero_gives_zero_inside_a_stack_too(name) -> None:
+def test_zero_matrices_give_zero_alone_and_in_a_stack(name) -> None:
     X = torch.zeros(3, 4, 6)
     assert not ORTHOGONALIZERS[name](X).any()
     X[1] = noise(4, 6, seed=3).float()
@@ -62,7 +64,7 @@ def test_gram_form_is_the_same_polynomial(shape, dtype) -> None:
     torch.testing.assert_close(gram(X), polar_express(X), rtol=tolerance, atol=tolerance)
 
 
-def test_polar_express_meets_its_bound_on_the_whole_interval() -> None:
+def test_polar_express_meets_its_bound_on_its_interval() -> None:
     """Singular values in [1e-3, 1] relative to the norm come out in [0.863, 1.131]."""
     values = torch.logspace(-3, 0, 60, dtype=torch.float64)
     U = torch.linalg.qr(noise(60, 60, seed=1))[0]

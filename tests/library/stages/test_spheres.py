@@ -1,4 +1,4 @@
-"""Members whose matrices keep one Frobenius norm: Hyperball and MagnitudeDirection."""
+"""Hyperball and MagnitudeDirection, which keep the Frobenius norm of every matrix."""
 
 import math
 
@@ -22,7 +22,7 @@ from tests.library.family import ON_SPHERES, noise, parameter, run
 
 
 def norm_on_sphere(opt: Engine, p: nn.Parameter) -> float:
-    """|W|_F, without the gains where there are some."""
+    """Return |W|_F, with gains divided out if there are any."""
     W, state = p.detach().to(torch.promote_types(p.dtype, torch.float32)), opt.state[p]
     if isinstance(opt, MagnitudeDirection) and state:
         W = W / (gain(state["row_gain"]) * gain(state["column_gain"]))
@@ -42,7 +42,7 @@ def test_the_norm_is_kept(optimizer: type[Engine], shape) -> None:
 
 @given(m=st.integers(2, 9), n=st.integers(2, 9), seed=st.integers(0, 10**6))
 def test_lr_is_the_relative_size_of_a_step(m, n, seed) -> None:
-    """For every shape: W as one vector, U on the unit sphere, turns as by a step of length lr."""
+    """Flattened to a unit vector, W of any shape turns as if by a step of length lr."""
     p, G, lr = parameter(m, n, seed=seed), noise(m, n, seed=seed), 0.1
     U, Q = (X / frobenius(X) for X in (p.detach().clone(), svd(G)))
     opt = Hyperball([p], lr=lr, orthogonalize="svd")
@@ -50,42 +50,44 @@ def test_lr_is_the_relative_size_of_a_step(m, n, seed) -> None:
     opt.step()
     along = -lr * (Q * U).sum()
     chord = frobenius(p.detach() / frobenius(p.detach()) - U).squeeze()
-    wanted = torch.atan2((lr**2 - along**2).sqrt(), 1 + along)
-    torch.testing.assert_close(2 * torch.asin(chord / 2), wanted, rtol=1e-9, atol=1e-12)
+    expected = torch.atan2((lr**2 - along**2).sqrt(), 1 + along)
+    torch.testing.assert_close(2 * torch.asin(chord / 2), expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("shape", [(9, 4), (4, 9), (6, 6)])
-def test_the_aspect_scale_gives_both_members_steps_of_one_size(shape) -> None:
-    """Without gains, MagnitudeDirection with an exact polar factor is Hyperball."""
-    ends = []
+def test_the_aspect_scale_gives_both_members_equal_steps(shape) -> None:
+    """Without gains, MagnitudeDirection with the exact polar factor is Hyperball."""
+    weights = []
     for optimizer, values in ((Hyperball, {}), (MagnitudeDirection, {"radius_lr": 0.0})):
         p = parameter(*shape)
         run(optimizer([p], lr=0.1, orthogonalize="svd", **values), [p], 20)
-        ends.append(p.detach())
-    torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-12)
+        weights.append(p.detach())
+    torch.testing.assert_close(*weights, rtol=1e-9, atol=1e-12)
 
 
-def test_gradients_of_direction_and_gains_are_those_of_autograd() -> None:
+def test_gradients_of_direction_and_gains_match_autograd() -> None:
     shapes = {"row_gain": (5, 1), "column_gain": (1, 7)}
-    rows = {name: noise(*shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}
+    state = {name: noise(*shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}
     W, G = noise(5, 7, seed=8), noise(5, 7, seed=9)
-    x, y = (rows[name].clone().requires_grad_() for name in shapes)
+    x, y = (state[name].clone().requires_grad_() for name in shapes)
     a, b = (softplus(z + GAIN_OF_ONE) for z in (x, y))
     V = (W / (a * b)).detach().requires_grad_()
-    wanted = torch.autograd.grad((G * (a * V * b)).sum(), (V, x, y))
-    rows["matrix_norm"] = torch.zeros(1, 1, dtype=W.dtype)
+    expected = torch.autograd.grad((G * (a * V * b)).sum(), (V, x, y))
+    state["matrix_norm"] = torch.zeros(1, 1, dtype=W.dtype)
     for name in Gains.state_names:
-        rows[name] = torch.zeros_like(rows["column_gain" if "column" in name else "row_gain"])
-    context = Context(rows)
+        state[name] = torch.zeros_like(state["column_gain" if "column" in name else "row_gain"])
+    context = Context(state)
     at = GainedSphere().split(W, G, context)
     Gains((0.0, 0.0), 1e-8)(at.g, at.r, context)
-    torch.testing.assert_close((at.T, rows["exp_avg"], rows["column_exp_avg"]), wanted)
+    torch.testing.assert_close((at.T, state["exp_avg"], state["column_exp_avg"]), expected)
     torch.testing.assert_close(GainedSphere().join(at, torch.zeros_like(W), at.g, context), W)
 
 
 @pytest.mark.parametrize("optimizer", ON_SPHERES)
 @pytest.mark.parametrize("lr", [1e-1, 1e-3])
-def test_a_matrix_of_zeros_grows_to_unit_rows_and_no_further(optimizer: type[Engine], lr) -> None:
+def test_a_zero_matrix_grows_to_the_norm_of_unit_rows_and_no_further(
+    optimizer: type[Engine], lr
+) -> None:
     p = nn.Parameter(torch.zeros(6, 9, dtype=torch.float64))
     opt = optimizer([p], lr=lr, orthogonalize="svd")
     G = noise(6, 9, seed=1)
@@ -99,14 +101,16 @@ def test_a_matrix_of_zeros_grows_to_unit_rows_and_no_further(optimizer: type[Eng
         opt.step()
         norms.append(norm_on_sphere(opt, p))
     if lr == 1e-3:
-        assert norms[-1] == pytest.approx(31 * lr * math.sqrt(6), rel=1e-6), "straight, as Muon"
+        assert norms[-1] == pytest.approx(31 * lr * math.sqrt(6), rel=1e-6), (
+            "grows in a straight line, as with Muon"
+        )
     else:
         assert norms[5] < math.sqrt(6)
         assert norms[-5:] == pytest.approx([math.sqrt(6)] * 5, rel=1e-12)
 
 
 @pytest.mark.parametrize("optimizer", ON_SPHERES)
-def test_zeros_without_gradient_stay_zeros(optimizer: type[Engine]) -> None:
+def test_a_zero_matrix_without_gradient_stays_zero(optimizer: type[Engine]) -> None:
     p = nn.Parameter(torch.zeros(3, 4))
     opt = optimizer([p], lr=0.1)
     p.grad = torch.zeros_like(p)
@@ -116,17 +120,17 @@ def test_zeros_without_gradient_stay_zeros(optimizer: type[Engine]) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ON_SPHERES)
-def test_a_norm_changed_from_outside_is_the_new_one(optimizer: type[Engine]) -> None:
-    """Less than what rounding to 16 bits can do is not a change: there the sphere wins."""
+def test_a_norm_changed_from_outside_replaces_the_stored_one(optimizer: type[Engine]) -> None:
+    """A change that rounding to 16 bits could explain is ignored: the stored norm is restored."""
     p = parameter(6, 8)
     opt = optimizer([p], lr=1e-3)
     run(opt, [p], 3)
     before = norm_on_sphere(opt, p)
-    for factor, wanted in ((3.0, 3.0), (1.001, 3.0), (0.1, 0.3)):
+    for factor, expected in ((3.0, 3.0), (1.001, 3.0), (0.1, 0.3)):
         with torch.no_grad():
             p *= factor
         run(opt, [p], 2)
-        assert norm_on_sphere(opt, p) == pytest.approx(wanted * before, rel=1e-9)
+        assert norm_on_sphere(opt, p) == pytest.approx(expected * before, rel=1e-9)
     with torch.no_grad():
         p.zero_()
     run(opt, [p], 1)
@@ -139,7 +143,7 @@ def test_a_norm_changed_from_outside_is_the_new_one(optimizer: type[Engine]) -> 
 def test_rounding_to_16_bits_does_not_erode_the_norm(
     optimizer: type[Engine], stored, monkeypatch
 ) -> None:
-    """Why the norm is stored: read off the weights anew at every step, it wanders."""
+    """The norm is stored because it drifts if it is measured from the weights at every step."""
     if not stored:
         monkeypatch.setattr(charts, "ROUNDING", -1.0)
     p = parameter(48, 64, dtype=torch.bfloat16)
