@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from angular_muown.cuda_graph import is_recording
+from angular_muown.distributed.mesh import is_sharded, local, local_gradient
 from angular_muown.kernels.columns import (
     BETA,
     BETA1,
@@ -323,6 +324,7 @@ class FusedGroups:
         self.budget = budget  # bytes
         self.steps: dict[int, tuple[Any, FusedStep | None, list[Tensor]]] = {}
         self.work: dict[torch.device, Tensor] = {}
+        self.part_states: dict[int, State] = {}  # of DTensors, by id: this rank's parts
         self.retained: list[FusedStep | Tensor] = []  # kept alive because the user's graphs use it
 
     @staticmethod
@@ -330,7 +332,9 @@ class FusedGroups:
         """Return an empty cache with the memory budget that the groups' `workspace` allows."""
         matrices = [group for group in groups if group["algorithm"] == "matrix"]
         sizes = [
-            g["workspace"] * p.numel() * p.element_size() for g in matrices for p in g["params"]
+            g["workspace"] * local(p).numel() * p.element_size()
+            for g in matrices
+            for p in g["params"]
         ]
         return FusedGroups(int(sum(sizes)))
 
@@ -352,6 +356,10 @@ class FusedGroups:
         """
         if not knows(recipe):
             return list(params)
+        if any(map(is_sharded, params)):
+            if observers:  # who know whole parameters
+                return list(params)
+            return self._advance_parts(index, params, states, group, recipe, learning_rates)
         step, addresses, rest = self._prepare(index, params, states, group, recipe)
         if step is not None and addresses is not None:
             if is_recording() and not step.spares:
@@ -365,6 +373,33 @@ class FusedGroups:
                 self._provide_buffer(step)
                 step.run(observers)
         return rest
+
+    def _advance_parts(
+        self,
+        index: int,
+        params: Sequence[Tensor],
+        states: Sequence[State],
+        group: Group,
+        recipe: Recipe,
+        learning_rates: tuple[Scalar, Scalar],
+    ) -> list[Tensor]:
+        """Step this rank's parts of DTensors, such as whole experts, as plain parameters."""
+        parts = [local(p) for p in params]
+        parts_of_state = [self.part_states.setdefault(id(p), {}) for p in params]
+        for p, part, state, own in zip(params, parts, states, parts_of_state, strict=True):
+            own.update({name: local(value) for name, value in state.items()})
+            if part is not p:
+                part.grad = local_gradient(p)
+        try:
+            rest = self.advance(index, parts, parts_of_state, group, recipe, learning_rates)
+        finally:
+            for p, part in zip(params, parts, strict=True):
+                if part is not p:
+                    part.grad = None
+        for state, own in zip(states, parts_of_state, strict=True):
+            state["step"] = own["step"]  # which a new step has put next to the others
+        whole = dict(zip(map(id, parts), params, strict=True))
+        return [whole[id(part)] for part in rest]
 
     def _provide_buffer(self, step: FusedStep) -> None:
         """Give a new step the work buffer that all steps on its device share; grow it if needed."""

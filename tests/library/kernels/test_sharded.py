@@ -122,6 +122,31 @@ def loaded(member: str, sharded: bool) -> list[Tensor]:
     return [_whole(p.detach())]
 
 
+def stepped_experts(sharded: bool) -> tuple[list[Tensor], bool]:
+    """Four experts, each with two matrices in blocks; whether the kernels stepped them."""
+    launch.ROW_ELEMENTS = 16384
+    coverage.runs_on = engine.runs_on = session.runs_on = lambda device: True
+    p = nn.Parameter(_placed(0.1 * noise(4, 256, 144, seed=3, dtype=torch.float32), sharded))
+    groups = [{"params": [p], "view": "stack", "blocks": 2}]
+    optimizer = AngularMuown(groups, lr=0.02, process_group=None if sharded else False)
+    for step in range(3):
+        p.grad = _placed(noise(4, 256, 144, seed=10 + step, dtype=torch.float32), sharded)
+        optimizer.step()
+    fused = optimizer._fused is not None and optimizer._fused.steps[0][1] is not None
+    assert p.to_local().grad is None if sharded else True
+    assert float(optimizer.state[p]["step"]) == 3
+    return [_whole(t.detach()) for t in (p, *optimizer.state[p].values())], fused
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_whole_experts_on_a_rank_run_by_kernels_without_an_exchange(world: int) -> None:
+    whole, _ = results(1, stepped_experts, False)[0]
+    for sharded, fused in results(world, stepped_experts, True):
+        assert fused
+        for a, b in zip(sharded, whole, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
 def test_a_state_in_other_dtypes_is_read_correctly() -> None:
     (whole,) = results(1, loaded, "AngularMuown", False)[0]
     for (sharded,) in results(2, loaded, "AngularMuown", True):
