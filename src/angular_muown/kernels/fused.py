@@ -246,8 +246,7 @@ def _host_scalars(
     """Compute all scalars as Python floats, which cost the host less than small tensors."""
     values: list[float] = []
     for m, n, *_ in step.table.kinds:
-        step_size = lr * float(recipe.kappa) * recipe.scale(m, n)
-        values += kind_scalars(group, recipe, step_size, radius_lr, 1 - lr * group["weight_decay"])
+        values += host_kind_scalars(group, recipe, lr, radius_lr, m, n)
     end = len(values)
     corrections = {t: bias_corrections(recipe, t) for t in set(counts)}
     if len(corrections) == 1:  # the usual case: all parameters have taken the same number of steps
@@ -259,6 +258,14 @@ def _host_scalars(
     if step.draws:
         out.view(torch.int32)[SEED:end:SCALARS] = as_int32(hash_seed(group["step"]))
     return out
+
+
+def host_kind_scalars(
+    group: Group, recipe: Recipe, lr: float, radius_lr: float, m: int, n: int
+) -> list[float]:
+    """Return the scalars of m x n matrices as Python floats."""
+    step_size = lr * float(recipe.kappa) * recipe.scale(m, n)
+    return kind_scalars(group, recipe, step_size, radius_lr, 1 - lr * group["weight_decay"])
 
 
 def _write_on_device(

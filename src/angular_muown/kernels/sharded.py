@@ -39,7 +39,7 @@ from angular_muown.kernels.columns import (
     STATS,
 )
 from angular_muown.kernels.coverage import select_device
-from angular_muown.kernels.fused import as_int32, bias_corrections, kind_scalars
+from angular_muown.kernels.fused import as_int32, bias_corrections, host_kind_scalars
 from angular_muown.kernels.launch import (
     BLOCK,
     TRANSPOSE_TILE,
@@ -491,9 +491,7 @@ class FusedExchange:
             shared = by_group[kind.group]
             group, recipe = shared.group, shared.recipe
             lr, radius_lr = (float(rate) for rate in learning_rates(group, torch.float32))
-            step_size = lr * float(recipe.kappa) * recipe.scale(kind.m, kind.n)
-            decay = 1 - lr * group["weight_decay"]
-            values += kind_scalars(group, recipe, step_size, radius_lr, decay)
+            values += host_kind_scalars(group, recipe, lr, radius_lr, kind.m, kind.n)
         end = len(values)
         counts = [(shared.index, float(shared.state["step"]) + 1) for shared in members]
         corrections = {
