@@ -187,7 +187,8 @@ class Engine(torch.optim.Optimizer):
         batches = [self._batch(indices) for _, indices in sets]
         shared = sorted((one for b in batches for one in b.shared), key=lambda one: one.index)
         if shared:
-            everyone = dict.fromkeys(one.sharding.everyone for one in shared)
+            shardings = {id(one.sharding): one.sharding for one in shared}
+            everyone = dict.fromkeys(sharding.everyone for sharding in shardings.values())
             self._exchange.ranks = [rank_group.ranks for rank_group in everyone]
             watch(self._exchange.ranks)
         active = [options.with_gradient(group, i) for i, group in enumerate(groups)]
@@ -239,13 +240,16 @@ class Engine(torch.optim.Optimizer):
         """Make missing state, and select what this rank steps by itself."""
         with_state = params
         if has_ranks():
-            shared = {one.parameter for one in batch.shared}
-            params = [p for p in params if p not in shared]
+            shared = {id(one.parameter): one for one in batch.shared}
+            params = [p for p in params if id(p) not in shared]
             owned = (p for i in batch.indices for p in self.param_groups[i]["params"])
-            with_state = [p for p in owned if p in shared or has_state(p)]
+            with_state = [p for p in owned if id(p) in shared or has_state(p)]
         states = ensure_states(self.state, with_state, batch.group, batch.recipe)
         options.check_fit({i: self.param_groups[i] for i in batch.indices}, with_state, states)
         batch.params, batch.states = params, states_of(states, with_state, params)
+        of_shared = states_of(states, with_state, [one.parameter for one in batch.shared])
+        for one, state in zip(batch.shared, of_shared, strict=True):
+            one.state = state
 
     def _groups_that_count(
         self, active: list[list[Tensor]], shared: "Sequence[SharedParameter]"
@@ -260,8 +264,9 @@ class Engine(torch.optim.Optimizer):
         if not has_ranks() or cuda_graph.is_recording():
             return own
         matrices = (g["params"] for g in self.param_groups if g["algorithm"] == "matrix")
-        elsewhere = {one.parameter for one in shared}
-        experts = [p for params in matrices for p in params if is_sharded(p) and p not in elsewhere]
+        elsewhere = {id(one.parameter) for one in shared}
+        others = [p for params in matrices for p in params if id(p) not in elsewhere]
+        experts = [p for p in others if is_sharded(p)]
         if not experts:
             return own
         from angular_muown.distributed.reductions import any_rank
@@ -303,13 +308,10 @@ class Engine(torch.optim.Optimizer):
             return []
         if cuda_graph.is_recording():
             raise RuntimeError("a step that exchanges matrices between ranks cannot be recorded")
-        for one in shared:
-            one.state = self.state[one.parameter]
-        self._exchange.update(tasks.exchanges, self.observers)
+        counters = self._exchange.update(tasks.exchanges, self.observers)
         for one in shared:
             one.close()
-        stepped = [one.parameter for one in shared if one.parameter.grad is not None]
-        return [self.state[p]["step"] for p in stepped]
+        return counters
 
     def _advance_clocks(self, counters: list[Tensor], counts: list[bool]) -> None:
         """Advance Adam's counters, the groups' steps and the averages, once, after all updates."""
@@ -368,8 +370,11 @@ class Engine(torch.optim.Optimizer):
         """
         from angular_muown.distributed.session import plan_of
 
+        return plan_of(self._all_shared())
+
+    def _all_shared(self) -> "list[SharedParameter]":
         groups = [(i, g) for i, g in enumerate(self.param_groups) if g["algorithm"] == "matrix"]
-        return plan_of([one for i, g in groups for one in self._shared(i, self.recipe(g))])
+        return [one for i, g in groups for one in self._shared(i, self.recipe(g))]
 
     def release(self) -> None:
         """Free work buffers, recorded launches and plans; the next step creates new ones."""

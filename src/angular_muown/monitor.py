@@ -200,7 +200,7 @@ class AngleMonitor:
             return ()
         from angular_muown.distributed.session import rank_groups_of
 
-        return rank_groups_of(p, self.optimizer.process_group)
+        return rank_groups_of(p, self.optimizer._all_shared())
 
     def _add_observed(self, name: str, p: Tensor) -> None:
         rank_groups, totals = self._rank_groups(p), self._observed.get(name, {})

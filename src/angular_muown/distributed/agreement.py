@@ -22,6 +22,7 @@ from angular_muown.stages.orthogonalize import Iteration, Orthogonalizer
 
 WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK = 1 << 22  # entries per step of a checksum, which bounds its memory
+DIGESTS = 3
 FRESH = 1 << 40  # added to the digest of a plan that is used for the first time
 REMEDY = (
     "give all of them the same groups in the same order, and the same monitors; or pass "
@@ -38,27 +39,27 @@ class Report(NamedTuple):
     present: list[bool]  # for each parameter, True if it has a gradient
     settings: dict[int, dict[str, Any]]  # by group index
 
-    def digests(self, fresh: bool, device: torch.device) -> Tensor:
-        """Return the three digests, filled on the device: a copy would make the host wait."""
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The settings that are tensors, which the host does not read."""
+        values = (value for group in self.settings.values() for value in group.values())
+        return [value for value in values if isinstance(value, Tensor)]
+
+    def digests(self, plan: int) -> Tensor:
+        """Return the three digests, without the settings that are tensors.
+
+        Args:
+            plan: the digest of the lines.
+        """
         values = [value for group in self.settings.values() for value in group.values()]
-        tensors = [value for value in values if isinstance(value, Tensor)]
         plain = [None if isinstance(value, Tensor) else value for value in values]
-        checksums = (
-            zlib.crc32("\n".join(self.lines).encode()) + FRESH * fresh,
-            zlib.crc32(bytes(self.present)),
-            zlib.crc32(repr(plain).encode()),
-        )
-        digests = torch.cat([torch.full((1,), value, device=device) for value in checksums])
-        if tensors:
-            scalars = torch.stack([t.detach().to(device).double().reshape(()) for t in tensors])
-            digests[2] += checksum(scalars)
-        return digests
+        digests = (plan, zlib.crc32(bytes(self.present)), zlib.crc32(repr(plain).encode()))
+        return torch.tensor(digests, dtype=torch.int64, device="cpu")
 
 
 class PendingCheck(NamedTuple):
-    """The result of a check that is still being copied to the host."""
+    """A check whose digests are still being copied to the host."""
 
-    differs: Tensor
     event: torch.Event
     report: Report
 
@@ -67,7 +68,20 @@ class Agreement:
     def __init__(self, rank_group: RankGroup, members: Sequence[SharedParameter]) -> None:
         self.rank_group = rank_group
         self.device = local(members[0].parameter).device
-        self.lines = [describe(shared) for shared in members]
+        lines = [describe(shared) for shared in members]
+        self.lines = {
+            observed: [*lines, "observed by a monitor" if observed else "not observed"]
+            for observed in (False, True)
+        }
+        self.digests = {
+            observed: zlib.crc32("\n".join(lines).encode())
+            for observed, lines in self.lines.items()
+        }
+        # One check is in flight at a time, so it can always use the same memory.
+        pinned = self.device.type == "cuda"
+        self.mine = torch.empty(DIGESTS, dtype=torch.int64, device="cpu", pin_memory=pinned)
+        shape = (rank_group.size, DIGESTS)
+        self.theirs = torch.empty(shape, dtype=torch.int64, device="cpu", pin_memory=pinned)
         self.fresh = True
         self.pending: PendingCheck | None = None
 
@@ -82,42 +96,48 @@ class Agreement:
         if self.pending is not None:
             last, self.pending = self.pending, None
             last.event.synchronize()
-            if bool(last.differs):
+            if self._differ():
                 self._explain(last.report, "in the last step ")
         report = Report(
-            [*self.lines, "observed by a monitor" if observed else "not observed"],
+            self.lines[observed],
             [shared.parameter.grad is not None for shared in members],
             dict(enumerate(map(settings_of, groups))),
         )
-        mine = report.digests(self.fresh, self.device)
-        digests = mine.new_empty(len(mine) * self.rank_group.size)
-        all_gather(digests, mine, self.rank_group)
-        digests = digests.view(self.rank_group.size, len(mine))
+        self._exchange_digests(report, self.digests[observed])
         if self.device.type == "cpu" or self.fresh:
-            self._compare(digests, members, report)
+            self._compare(members, report)
         else:
-            self._compare_later(digests, report)
+            event = torch.Event(self.device)
+            event.record()
+            self.pending = PendingCheck(event, report)
         self.fresh = False
 
-    def _compare(self, digests: Tensor, members: Sequence[SharedParameter], report: Report) -> None:
-        all_fresh = bool((digests[:, 0] >= FRESH).all())
-        digests = torch.cat([digests[:, :1] % FRESH, digests[:, 1:]], dim=1)
-        if bool((digests != digests[:1]).any()):
+    def _exchange_digests(self, report: Report, plan: int) -> None:
+        """Send this rank's digests, and start to receive those of all ranks in `theirs`."""
+        self.mine.copy_(report.digests(plan + FRESH * self.fresh))
+        mine = self.mine.to(self.device, non_blocking=True)
+        if report.tensors:
+            scalars = [t.detach().to(self.device).double().reshape(()) for t in report.tensors]
+            mine = mine.clone()
+            mine[2] += checksum(torch.stack(scalars))
+        theirs = mine.new_empty(self.theirs.numel())
+        all_gather(theirs, mine, self.rank_group)
+        self.theirs.copy_(theirs.view_as(self.theirs), non_blocking=not self.fresh)
+
+    def _differ(self) -> bool:
+        plans = self.theirs[:, 0] % FRESH
+        rest = self.theirs[:, 1:]
+        return not (bool((plans == plans[0]).all()) and bool((rest == rest[0]).all()))
+
+    def _compare(self, members: Sequence[SharedParameter], report: Report) -> None:
+        all_fresh = bool((self.theirs[:, 0] >= FRESH).all())
+        if self._differ():
             # The ranks whose plan is not new have moved on, and would not take part.
             if self.device.type != "cpu" and not all_fresh:
                 raise RuntimeError(f"ranks that share the optimizer's work disagree: {REMEDY}")
             self._explain(report)
         if all_fresh:
             self._compare_gradients(members)
-
-    def _compare_later(self, digests: Tensor, report: Report) -> None:
-        differs = torch.empty((), dtype=torch.bool, pin_memory=True)
-        same_plan = (digests[:, 0] % FRESH == digests[0, 0] % FRESH).all()
-        same_rest = (digests[:, 1:] == digests[:1, 1:]).all()
-        differs.copy_(~(same_plan & same_rest), non_blocking=True)
-        event = torch.Event(self.device)
-        event.record()
-        self.pending = PendingCheck(differs, event, report)
 
     def _gather(self, mine: Any) -> list[Any]:
         """Return the object that each rank passed."""

@@ -32,7 +32,8 @@ class MatrixTask:
     width: int  # bytes per entry in transit
     operands: int = 1  # matrices of this shape sent to the owner; one comes back
     may_sum: bool = False  # True if the iteration can use summed Gram matrices
-    block: int = 0  # the matrix's number among the blocks of its parameter
+    block: int = 0  # which block of its parameter the matrix is
+    number: int = 0  # and which matrix of a stack
 
     @property
     def cost(self) -> int:

@@ -88,9 +88,15 @@ def wait(handle: Any, device: torch.device) -> None:
 
 def all_gather(output: Tensor, part: Tensor, rank_group: RankGroup) -> None:
     """Concatenate every rank's part in `output`."""
+    start_all_gather(output, part, rank_group)()
+
+
+def start_all_gather(output: Tensor, part: Tensor, rank_group: RankGroup) -> Callable[[], None]:
+    """Start an all-gather; return a function that waits for it."""
     # torch 2.13 renames its function.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    wait(gather(output, part, group=rank_group.group, async_op=True), output.device)
+    handle = gather(output, part, group=rank_group.group, async_op=True)
+    return lambda: wait(handle, output.device)
 
 
 def all_reduce(t: Tensor, rank_group: RankGroup, op: Any) -> None:

@@ -38,8 +38,9 @@ class SharedParameter:
     recipe: Recipe
     group: Group
     index: int  # of the group
-    noise: int | Tensor | None = None
     by_kernels: bool = False  # True if the kernels cover its step
+    exchange: int = 0  # the same number for parameters that are exchanged together
+    noise: int | Tensor | None = None
     state: State = field(default_factory=dict)
     _opened: OpenParameter | None = None
 

@@ -5,7 +5,7 @@ is the special case in which this rank holds everything.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from math import prod
@@ -220,6 +220,13 @@ class Sharding:
     @cached_property
     def window(self) -> Slice2D:
         return self.windows[self.shards.index]
+
+    @property
+    def alone(self) -> "Sharding | None":
+        """The same without replicas; None if no other rank is left."""
+        if not self.shards.communicates:
+            return None
+        return replace(self, replicas=_only(self.replicas), everyone=self.shards)
 
     @cached_property
     def _parts(self) -> dict[Slice2D, tuple[Slice2D, ...]]:

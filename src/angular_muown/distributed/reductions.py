@@ -60,6 +60,13 @@ def sum_over(t: Tensor, rank_groups: Iterable[RankGroup]) -> Tensor:
     return _reduce(t, rank_groups, dist.ReduceOp.SUM)
 
 
+def sum_in_place(sums: Iterable[tuple[Tensor, Iterable[RankGroup]]]) -> None:
+    """Sum each tensor over its rank groups, one after the other."""
+    for t, rank_groups in sums:
+        for rank_group in rank_groups:
+            all_reduce(t, rank_group, dist.ReduceOp.SUM)
+
+
 def max_over(t: Tensor, rank_groups: Iterable[RankGroup]) -> Tensor:
     return _reduce(t, rank_groups, dist.ReduceOp.MAX)
 

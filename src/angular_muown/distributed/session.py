@@ -7,6 +7,7 @@ Ranks that disagree therefore raise an error instead of hanging.
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from angular_muown.distributed.agreement import Agreement
 from angular_muown.distributed.assignment import Assignment, ExchangePlan, MatrixTask
+from angular_muown.distributed.copies import sharing_pays
 from angular_muown.distributed.exchange import Exchange, PausedStack, SharedParameter, run_rounds
 from angular_muown.distributed.mesh import (
     RankGroup,
@@ -26,7 +28,7 @@ from angular_muown.distributed.mesh import (
     sharding_of,
 )
 from angular_muown.distributed.reductions import ShardedReductions
-from angular_muown.kernels.coverage import covers_shards, knows_shards, runs_on
+from angular_muown.kernels.coverage import covers_shards, knows, runs_on
 from angular_muown.params.layout import Layout
 from angular_muown.params.options import Group, parameter_names, seed
 from angular_muown.params.stacks import MatrixView, Stack, kind_of
@@ -61,12 +63,15 @@ class ExchangeGroup:
         self.plan = Assignment(tasks, places, copies, budget)
         self.agreement = Agreement(self.sharding.everyone, members)
 
-    def run(self, members: Sequence[SharedParameter], observers: Sequence[Observer]) -> None:
+    def run(
+        self, members: Sequence[SharedParameter], observers: Sequence[Observer]
+    ) -> list[Tensor]:
+        """Take a step of the members; return the counters to advance."""
         if members[0].by_kernels and not observers:
             from angular_muown.kernels.sharded import advance_shards  # imports Triton
 
-            self.fused = advance_shards(self.fused, members, self.plan, self.member_of)
-            return
+            self.fused, counters = advance_shards(self.fused, members, self.plan, self.member_of)
+            return counters
         parameter_of = [members[k] for k in self.member_of]
         views = [view for shared in members for view in views_of(shared)]
         plan = self.plan.moved if observers else self.plan
@@ -84,6 +89,7 @@ class ExchangeGroup:
             assert isinstance(iteration, Iteration), "only iterations can sum Gram matrices"
             resume(equation, iteration.of_part(X, stack.reductions))
         run_rounds(Exchange(self.sharding, plan, parameter_of, observers, start).rounds())
+        return [one.state["step"] for one in members if one.parameter.grad is not None]
 
     def _stacks(
         self, tasks: list[int], views: list[MatrixView], parameter_of: list[SharedParameter]
@@ -125,18 +131,17 @@ def tasks_of(shared: SharedParameter) -> list[MatrixTask]:
             operands,
             may_sum=shared.iterates and not shared.by_kernels,
             block=b,
+            number=e,
         )
         for b, block in enumerate(shared.blocks)
         for e in range(count)
     ]
 
 
-def holders_of_copies(p: Tensor, process_group: Any) -> RankGroup | None:
-    """Return the ranks that share the work on a plain parameter, if they hold copies of it."""
+def holders_of_copies(process_group: Any) -> RankGroup | None:
+    """Return the ranks that hold copies of plain parameters and may share the work on them."""
     if process_group is False or not has_ranks():
         return None
-    if process_group is None and runs_on(p.device):
-        return None  # the kernels step each copy faster than a result arrives from another rank
     rank_group = rank_group_of(dist.group.WORLD if process_group is None else process_group)
     return rank_group if rank_group.size > 1 else None
 
@@ -145,22 +150,11 @@ def plan_of(shared: Sequence[SharedParameter]) -> ExchangePlan:
     return ExchangePlan([group.plan for group, _ in ExchangeSession().groups_of(shared)])
 
 
-def rank_groups_of(p: Tensor, process_group: Any) -> Sequence[RankGroup]:
+def rank_groups_of(p: Tensor, shared: Sequence[SharedParameter]) -> Sequence[RankGroup]:
     """Return the groups of ranks that own other matrices of p than this rank."""
     if is_sharded(p):
         return [ranks_along(p.device_mesh, [i]) for i in range(p.device_mesh.ndim)]
-    rank_group = holders_of_copies(p, process_group)
-    return () if rank_group is None else (rank_group,)
-
-
-def _runs_by_kernels(p: Tensor, sharding: Sharding, layout: Layout, group: Group) -> bool:
-    """True if the kernels step a parameter that is sharded by rows and has no copies."""
-    return (
-        sharding.shards.communicates
-        and sharding.replicas.size == 1
-        and runs_on(local(p).device)
-        and covers_shards(p, sharding.windows, layout, group)
-    )
+    return [one.sharding.replicas for one in shared if one.parameter is p]
 
 
 # Settings that a plan depends on.
@@ -173,6 +167,15 @@ PLANNED = (
 )
 
 
+@dataclass
+class SharedGroup:
+    """The shared parameters of a group, and what they depend on."""
+
+    key: Any
+    params: list[Tensor]  # all of the group, kept alive: the key has their ids
+    members: list[SharedParameter]
+
+
 class ExchangeSession:
     """All exchange groups of an optimizer.
 
@@ -180,56 +183,105 @@ class ExchangeSession:
     """
 
     def __init__(self) -> None:
-        self.groups: dict[Any, ExchangeGroup] = {}
+        self.groups: dict[int, ExchangeGroup] = {}
+        self.numbers: dict[Any, int] = {}  # of exchange groups, by their ranks
         self.ranks: list[tuple[int, ...]] = []  # the sets of ranks that shared the last step
-        # by group and position in it: what the sharding depends on, and the parameter if shared
-        self.cached: dict[tuple[int, int], tuple[Any, SharedParameter | None]] = {}
-        self.by_placement: dict[Any, Sharding | None] = {}  # one for all equal placements
+        self.cached: dict[int, SharedGroup] = {}  # by index of the group
+        self.by_placement: dict[Any, tuple[Sharding | None, bool]] = {}
 
     def shared(
         self, group: Group, index: int, recipe: Recipe, process_group: Any
     ) -> list[SharedParameter]:
         """Return the group's parameters that are sharded, or that ranks hold copies of."""
-        layout, result = Layout.of(group), []
-        names = parameter_names(group, index)
-        known, noise = knows_shards(recipe), seed(group)
-        settings = (
-            *(layout, known, recipe.orthogonalize, recipe.tangent.needs_directions),
-            *(group[key] for key in PLANNED),
+        params = group["params"]
+        known = knows(recipe)
+        key = (
+            *(Layout.of(group), known, recipe.orthogonalize, recipe.tangent.needs_directions),
+            *(group[name] for name in PLANNED),
+            process_group,
+            parameter_names(group, index),
+            [(id(p), p.dtype, getattr(p, "_spec", p.shape)) for p in params],
         )
-        for position, (p, name) in enumerate(zip(group["params"], names, strict=True)):
-            copies = None if is_sharded(p) else holders_of_copies(p, process_group)
-            if (copies is None and not is_sharded(p)) or p.ndim < 2:  # flattened: refused later
-                continue
-            place = (p.device_mesh, p.placements) if is_sharded(p) else (copies,)
-            key = (id(p), name, p.shape, p.dtype, *place, *settings)
-            cached = self.cached.get((index, position))
-            if cached is None or cached[0] != key:
-                placement = (layout, p.shape, *place, local(p).shape)
-                if placement not in self.by_placement:
-                    self.by_placement[placement] = sharding_of(p, layout, copies, name)
-                sharding = self.by_placement[placement]
-                member = None
-                if sharding is not None:
-                    member = SharedParameter(name, p, sharding, layout, recipe, group, index)
-                    member.by_kernels = known and _runs_by_kernels(p, sharding, layout, group)
-                cached = self.cached[index, position] = (key, member)
-            member = cached[1]
-            if member is not None:
-                member.recipe, member.group, member.noise = recipe, group, noise
-                result.append(member)
-        return result
+        cached = self.cached.get(index)
+        if cached is None or cached.key != key:
+            members = self._members(group, index, recipe, process_group, known)
+            cached = self.cached[index] = SharedGroup(key, list(params), members)
+        noise = seed(group)
+        for member in cached.members:
+            member.recipe, member.group, member.noise = recipe, group, noise
+        return cached.members
+
+    def _members(
+        self, group: Group, index: int, recipe: Recipe, process_group: Any, known: bool
+    ) -> list[SharedParameter]:
+        layout, holders = Layout.of(group), holders_of_copies(process_group)
+        names = parameter_names(group, index)
+        matrices = [(p, name) for p, name in zip(group["params"], names, strict=True) if p.ndim > 1]
+        shapes = [
+            (block.m, block.n)
+            for p, _ in matrices
+            for block in layout.grid(*layout.sides(p.shape))
+            for _ in range(p.shape[:-2].numel() if layout.view == "stack" else 1)
+        ]
+        settings = (layout, known, recipe.orthogonalize, *(group[name] for name in PLANNED))
+        members = []
+        for p, name in matrices:
+            place = (p.device_mesh, p.placements) if is_sharded(p) else (process_group,)
+            placement = (*settings, index, p.shape, p.dtype, local(p).device, *place)
+            if placement not in self.by_placement:
+                sharding = sharding_of(p, layout, holders, name)
+                by_kernels = (
+                    sharding is not None
+                    and known
+                    and runs_on(local(p).device)
+                    and covers_shards(p, sharding.windows, layout, group)
+                )
+                if sharding is not None and sharding.replicas.size > 1:
+                    choice = (by_kernels, is_sharded(p) or process_group is None)
+                    sharding = self._with_copies(sharding, p, shapes, recipe, *choice)
+                self.by_placement[placement] = sharding, by_kernels
+            sharding, by_kernels = self.by_placement[placement]
+            if sharding is not None:
+                ranks = (sharding.shards, sharding.replicas, by_kernels)
+                number = self.numbers.setdefault(ranks, len(self.numbers))
+                args = (name, p, sharding, layout, recipe, group, index, by_kernels, number)
+                members.append(SharedParameter(*args))
+        return members
+
+    @staticmethod
+    def _with_copies(
+        sharding: Sharding,
+        p: Tensor,
+        shapes: Sequence[tuple[int, int]],
+        recipe: Recipe,
+        by_kernels: bool,
+        may_choose: bool,
+    ) -> Sharding | None:
+        """Return a sharding whose copies share the work, or in which each copy steps alone.
+
+        Args:
+            shapes: of all matrices of the group.
+            may_choose: False if the user named a process group, whose ranks share.
+        """
+        if not may_choose or not runs_on(local(p).device):
+            return sharding
+        if by_kernels:
+            assert isinstance(recipe.orthogonalize, Iteration), "the kernels know no other"
+            pays = sharing_pays(shapes, recipe.orthogonalize, sharding.replicas)
+        else:
+            pays = is_sharded(p)  # a plain parameter on a GPU may still be covered when alone
+        return sharding if pays else sharding.alone
 
     def groups_of(
         self, shared: Sequence[SharedParameter]
     ) -> Iterator[tuple[ExchangeGroup, list[SharedParameter]]]:
-        by_ranks: dict[Any, list[SharedParameter]] = defaultdict(list)
+        numbered: dict[int, list[SharedParameter]] = defaultdict(list)
         for one in shared:
-            by_ranks[one.sharding.shards, one.sharding.replicas, one.by_kernels].append(one)
-        for ranks, members in by_ranks.items():
-            group = self.groups.get(ranks)
+            numbered[one.exchange].append(one)
+        for number, members in numbered.items():
+            group = self.groups.get(number)
             if group is None or group.key != [shared.key for shared in members]:
-                group = self.groups[ranks] = ExchangeGroup(members)
+                group = self.groups[number] = ExchangeGroup(members)
             yield group, members
 
     def check(
@@ -241,6 +293,6 @@ class ExchangeSession:
             group.agreement.check(members, groups, observed)
         return exchanges
 
-    def update(self, exchanges: Exchanges, observers: Sequence[Observer] = ()) -> None:
-        for group, members in exchanges:
-            group.run(members, observers)
+    def update(self, exchanges: Exchanges, observers: Sequence[Observer] = ()) -> list[Tensor]:
+        """Take the steps; return the counters to advance."""
+        return [t for group, members in exchanges for t in group.run(members, observers)]

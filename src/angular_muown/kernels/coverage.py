@@ -1,6 +1,6 @@
 """What the kernels cover; everything else takes the eager path of `update.update`.
 
-They cover float32, bfloat16 and float16 parameters, dense or sharded by rows, on an NVIDIA GPU with
+They cover float32, bfloat16 and float16 parameters, dense or sharded, on an NVIDIA GPU with
 Triton. Matrices must be row-major, with sides that are multiples of 16 and a short side of at least
 128, and every stage must be one that the kernels implement. The choice is automatic: both paths
 compute the same function.
@@ -27,6 +27,7 @@ from angular_muown.stages.radius import Adam, Fixed, LogAdam
 from angular_muown.stages.tangent import Free
 from angular_muown.update import Recipe
 
+EDGE = 8  # columns of parts start at multiples of it, likewise
 SIDE = 16  # sides, offsets and addresses are multiples of it, for loads 16 bytes wide
 LONGEST_ROW = 16384  # a program holds whole rows in registers
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -71,27 +72,22 @@ def _is_known(polar: Orthogonalizer) -> bool:
     return type(polar) is Iteration and all(c != 0 for _, _, c in polar.coefficients)
 
 
-def knows_shards(recipe: Recipe) -> bool:
-    """True if the kernels cover all stages for sharded rows: none may need sums over a matrix."""
-    return knows(recipe) and type(recipe.normalize) is AsIs
-
-
 def covers_shards(p: Tensor, windows: Sequence[Slice2D], layout: Layout, group: Group) -> bool:
-    """True if the kernels can step a parameter whose rows are sharded in order, as by FSDP2.
+    """True if the kernels can step a parameter of which each rank has one of these windows.
 
     All ranks give the same answer: it depends on the whole parameter and its settings alone.
     """
-    m, n, chunk = windows[0].m, windows[0].n, -(-windows[0].m // len(windows))
-    in_order = all(
-        window.rows == (min(i * chunk, m), min((i + 1) * chunk, m)) and window.columns == (0, n)
-        for i, window in enumerate(windows)
-    )
-    sizes = [(block.m, block.n) for block in layout.grid(m, n)]
+    m, n = windows[0].m, windows[0].n
+    blocks = layout.grid(m, n)
+    edges = {edge for part in (*windows, *blocks) for edge in part.columns}
+    widths = {stop - start for start, stop in (window.columns for window in windows)}
+    # Ranks that share rows add up their sums in one packed tensor: their parts must be alike.
+    alike = widths == {n} or (len(widths) == 1 and layout.column_blocks == 1)
+    sizes = [(block.m, block.n) for block in blocks]
     return (
-        in_order
-        and layout.view == "matrix"
+        alike
+        and all(edge % EDGE == 0 for edge in edges)
         and not layout.transposed
-        and layout.column_blocks == 1
         and p.dtype in FLOATS
         and (p.dtype == torch.float32 or group["write_back"] != "master")
         and group["state_dtype"] != "float64"

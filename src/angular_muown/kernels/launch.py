@@ -193,16 +193,16 @@ class Chunk:
         _, _, m, n = self.shape
         choices, types = self.choices, [TYPES[dtype] for dtype in self.batch.kind[2:]]
         raw = self.X[:, self.batch.allocation.raw :]
-        flags = (choices.chart, choices.nesterov, choices.maximize, False)
-        self._launch(
-            before_kernel, self.table, self.scalars, self.stats, raw, *self.shape, *flags, *types
-        )
+        flags = (choices.chart, choices.nesterov, choices.maximize, choices.factors, False, False)
+        tables = (self.table, self.scalars, self.stats, self.stats)
+        self._launch(before_kernel, *tables, raw, *self.shape, *flags, *types)
         scales: Any = scales_kernel[(self.count,)]
-        none = (self.table, 1, 1)  # no packets: these matrices are here
-        scales(self.stats, *none, self.count, m, n, self.size, False, BLOCK)
+        scales(self.stats, self.table, self.count, m, self.size, False, BLOCK)
         tiles = triton.cdiv(n, TRANSPOSE_TILE)
         normalize: Any = normalize_kernel[triton.cdiv(m, TRANSPOSE_TILE) * tiles, self.count]
-        normalize(self.stats, raw, self.X, *none, *self.shape, tiles, m < n, False, TRANSPOSE_TILE)
+        whole = (m, 0, 0, n, tiles)  # one part, the matrix itself
+        args = (self.stats, raw, self.X, self.table, *self.shape, *whole)
+        normalize(*args, m < n, False, TRANSPOSE_TILE)
 
     def _after(self, observed: bool) -> None:
         choices, types = self.choices, [TYPES[dtype] for dtype in self.batch.kind[2:]]
@@ -213,8 +213,10 @@ class Chunk:
             moments(self.table, self.scalars, self.stats, *self.shape[1:], BLOCK)
         noise = choices.draws(self.batch.kind[2])
         flags = (choices.chart, choices.radius, choices.factors, choices.maximize, noise, observed)
-        tables = (self.table, self.scalars, self.bias_corrections, self.stats)
-        self._launch(after_kernel, *tables, Q, *self.shape, 1 / SCALE, *flags, False, *types)
+        tables = (self.table, self.scalars, self.bias_corrections, *(self.stats,) * 3)
+        n = self.batch.kind[1]
+        flags = (*flags, False, False)
+        self._launch(after_kernel, *tables, Q, *self.shape, n, 1 / SCALE, *flags, *types)
 
 
 def launch_rows(kernel: Any, m: int, n: int, count: int, *args: Any) -> None:

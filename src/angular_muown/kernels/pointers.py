@@ -16,7 +16,7 @@ from angular_muown.kernels.columns import (
     ROW_STRIDE,
     STATE_STRIDE,
 )
-from angular_muown.params.layout import Layout
+from angular_muown.params.layout import Layout, Slice2D
 from angular_muown.stages.context import State
 
 
@@ -65,17 +65,24 @@ class MatrixOffsets(NamedTuple):
 
 
 @cache
-def matrix_offsets(shape: torch.Size, layout: Layout) -> tuple[MatrixOffsets, ...]:
-    """Return the offsets of a parameter's matrices, by applying the layout to meta tensors."""
+def matrix_offsets(
+    shape: torch.Size, layout: Layout, window: Slice2D | None = None
+) -> tuple[MatrixOffsets, ...]:
+    """Return the offsets of a parameter's matrices, by applying the layout to meta tensors.
+
+    With a window, `shape` is that of this part alone, and each block has its own offsets.
+    """
     weight = torch.empty(shape, device="meta")
-    state = torch.empty(layout.vector_shape(weight), device="meta")
+    state = torch.empty(layout.vector_shape(weight, window=window), device="meta")
 
     def starts(t: Tensor) -> tuple[int, ...]:
         return tuple(int(t.storage_offset()) + i * t.stride(0) for i in range(t.shape[0]))
 
     return tuple(
         MatrixOffsets(W.shape[1], W.shape[2], starts(W), W.stride(1), starts(rows), rows.stride(1))
-        for W, rows in zip(layout.cut(weight), layout.cut_vector(state), strict=True)
+        for W, rows in zip(
+            layout.cut(weight, window), layout.cut_vector(state, "", window), strict=True
+        )
     )
 
 

@@ -1,12 +1,15 @@
-"""The fused step of matrices whose rows are sharded across ranks, as under FSDP2.
+"""The fused step of matrices whose parts are on several ranks, or whose copies share the work.
 
 The row kernels work on a rank's own rows. A matrix is whole only at its owner, for the products:
 
-    before    W, G, M of this rank's rows -> packets, in the order of their owners
+    before    W, G, M of this rank's part -> packets, in the order of their owners
     exchange  packets to the owners
     products  packets -> X -> Q, whose rows go back in the order of their ranks
-    exchange  rows of Q to their ranks
+    exchange  rows of Q to their ranks, and from there to other copies of the same part
     after     rows of Q and W -> W
+
+If columns are sharded, ranks share rows, and a row's norms are sums over ranks: one packed
+all-reduce for all matrices before the first round, and one in each round before `after`.
 
 Buffers, tables and launches are planned once for a set of parameters. A step refreshes addresses
 and scalars, and replays recorded launches.
@@ -15,28 +18,29 @@ and scalars, and replays recorded launches.
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from angular_muown.distributed.assignment import Assignment
-from angular_muown.distributed.collectives import all_to_all
+from angular_muown.distributed.collectives import all_to_all, start_all_gather
 from angular_muown.distributed.exchange import SharedParameter, run_rounds
-from angular_muown.distributed.mesh import Sharding, local, local_gradient
+from angular_muown.distributed.mesh import RankGroup, local
+from angular_muown.distributed.reductions import sum_in_place
 from angular_muown.kernels import products
 from angular_muown.kernels.columns import (
     ADDRESSES,
     ENTRY,
+    FIRST_COLUMN,
     FIRST_ROW,
-    HEADER,
+    FLAT,
     PACKET,
     RESULT,
-    ROW_STATE,
     SCALARS,
     SEED,
     STATS,
+    SUMS,
 )
 from angular_muown.kernels.coverage import select_device
 from angular_muown.kernels.fused import as_int32, bias_corrections, host_kind_scalars
@@ -50,73 +54,43 @@ from angular_muown.kernels.launch import (
     record,
     words_of,
 )
-from angular_muown.kernels.pointers import PinnedRing, table_entry
+from angular_muown.kernels.operands import Operands
+from angular_muown.kernels.pointers import PinnedRing, matrix_offsets, table_entry
 from angular_muown.kernels.polar_chain import SCALE, Allocation, Product, allocate, chain_for
-from angular_muown.kernels.triton.packets import return_kernel
+from angular_muown.kernels.traffic import Buffers, Traffic
+from angular_muown.kernels.triton.packets import restore_kernel, return_kernel
 from angular_muown.kernels.triton.rows import (
     after_kernel,
     before_kernel,
+    moved_kernel,
     normalize_kernel,
     scales_kernel,
+    squares_kernel,
+    sums_kernel,
 )
 from angular_muown.params.options import learning_rates
 from angular_muown.params.rounding import hash_seed
 
-WORD = 2  # bytes of a float16
-ALIGNMENT = 16  # bytes that a kernel loads at once
 
+class Recording:
+    """Launches that are recorded when they run for the second time, and replayed from then on."""
 
-class Operands(NamedTuple):
-    """The tensors of a parameter that the row kernels read and write, on this rank."""
+    def __init__(self, launches: Callable[[], None], items: Sequence[Any], device: Any) -> None:
+        self.launches, self.device = launches, device
+        self.empty = not items  # torch warns about an empty graph
+        self.launched = False
+        self.graph: Any = None
 
-    weight: Tensor
-    gradient: Tensor
-    momentum: Tensor
-    vectors: list[Tensor | None]  # in the order of ROW_STATE
-
-    @staticmethod
-    def of(shared: SharedParameter) -> "Operands":
-        """Select this rank's part; without a gradient, zeros and copies, so that nothing moves."""
-        p, state = shared.parameter, shared.state
-        for name in ROW_STATE:
-            # The kernels read float32; a loaded state may have another dtype.
-            if name in state and state[name].dtype != torch.float32:
-                state[name] = state[name].float()
-        vectors = [local(state[name]) if name in state else None for name in ROW_STATE]
-        weight, momentum = local(p), local(state["momentum_buffer"])
-        if p.grad is None:
-            copies = [None if v is None else v.clone() for v in vectors]
-            momentum = momentum.to(_readable(momentum), copy=True)
-            return Operands(weight.clone(), torch.zeros_like(weight), momentum, copies)
-        if not (_is_aligned(weight) and _is_aligned(momentum)) or momentum.dtype not in TYPES:
-            # Copies stand in for them; they are stored when the step is over.
-            opened = shared.opened
-            opened.working = weight = _aligned(weight)
-            opened.momentum = momentum = _aligned(momentum.to(_readable(momentum)))
-        return Operands(weight, _aligned(local_gradient(p)), momentum, vectors)
-
-    @property
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        return self.weight.dtype, self.gradient.dtype, self.momentum.dtype
-
-    @property
-    def addresses(self) -> list[int]:
-        tensors = (self.weight, self.gradient, self.momentum, *self.vectors)
-        return [0 if t is None else t.data_ptr() for t in tensors]
-
-
-def _is_aligned(t: Tensor) -> bool:
-    return t.is_contiguous() and t.data_ptr() % ALIGNMENT == 0
-
-
-def _aligned(t: Tensor) -> Tensor:
-    """Return t, or a copy if the kernels cannot read it: FSDP2's gradients may start anywhere."""
-    return t if _is_aligned(t) else t.clone(memory_format=torch.contiguous_format)
-
-
-def _readable(momentum: Tensor) -> torch.dtype:
-    """The dtype in which the kernels read a momentum, which may have been loaded in another."""
-    return momentum.dtype if momentum.dtype in TYPES else torch.float32
+    def run(self) -> None:
+        if self.empty:
+            return
+        if self.device.type != "cuda" or not self.launched:
+            self.launches()
+            self.launched = True
+            return
+        if self.graph is None:
+            self.graph = record(self.launches, self.device)
+        self.graph.replay()
 
 
 class Kind(NamedTuple):
@@ -124,20 +98,36 @@ class Kind(NamedTuple):
 
     group: int  # index
     rows: int  # of a matrix on this rank
+    width: int  # columns on this rank
     m: int
     n: int
     dtypes: tuple[torch.dtype, ...]  # of W, G, M
+    row_groups: tuple[RankGroup, ...]  # that share the rows
 
 
-@dataclass(frozen=True)
+@dataclass
 class LocalRows:
-    """This rank's rows of some matrices of one kind: consecutive entries of the table."""
+    """This rank's parts of some matrices of one kind: consecutive entries of the table."""
 
     kind: Kind
     choices: Choices
     start: int
     count: int
     stats: Tensor  # what `before` leaves for `after`
+    sums: Tensor  # over all columns, if ranks share rows
+    squares: Tensor  # of moved rows, likewise
+
+    @property
+    def size(self) -> int:
+        return self.count * self.kind.rows
+
+    @property
+    def summed(self) -> bool:
+        return bool(self.kind.row_groups)
+
+    @property
+    def types(self) -> list[Any]:
+        return [TYPES[dtype] for dtype in self.kind.dtypes]
 
 
 @dataclass(frozen=True)
@@ -146,73 +136,25 @@ class OwnedMatrices:
 
     m: int
     n: int
-    chunk: int  # rows of the parameter on a rank
+    column_parts: tuple[tuple[int, int], ...]
     norm: float  # Frobenius norm that the iteration starts from
+    factors: bool  # NorMuon's
     chain: tuple[Product, ...]
     allocation: Allocation
     arriving: Tensor
     leaving: Tensor
 
     @property
-    def words(self) -> int:
-        """float16 words of a matrix in the work buffer, its rows' factors included."""
-        return words_of(self.allocation, self.m)
-
-
-@dataclass
-class Buffers:
-    """One round's bytes in transit. Results arrive where the packets left from."""
-
-    outgoing: Tensor
-    incoming: Tensor
-    returning: Tensor
-
-
-@dataclass
-class Traffic:
-    """Where each task's rows are in a round's buffers, in bytes, and how many go to each rank."""
-
-    to_owner: dict[int, int]  # of task: its packets in `outgoing`
-    result: dict[int, int]  # its rows of Q, in `outgoing` again
-    incoming: dict[tuple[int, int], int]  # of task and rank, at the owner
-    returning: dict[tuple[int, int], int]
-    sizes: dict[str, list[int]]
-
-    @staticmethod
-    def of(tasks: list[int], plan: Assignment, sharding: Sharding) -> "Traffic":
-        ranks, me = range(sharding.shards.size), sharding.shards.index
-        by_owner = {r: [i for i in tasks if plan.place(i)[1] == r] for r in ranks}
-
-        def rows_bytes(i: int, rank: int, extra: int) -> int:
-            first, stop = plan.tasks[i].parts[rank].rows
-            return (stop - first) * (plan.tasks[i].n + extra) * WORD
-
-        def lay_out(extra: int, pairs: dict[int, list[tuple[int, int]]]) -> tuple[Any, list[int]]:
-            flat = [pair for r in ranks for pair in pairs[r]]
-            sizes = [rows_bytes(i, rank, extra) for i, rank in flat]
-            offsets = dict(zip(flat, accumulate(sizes, initial=0), strict=False))
-            return offsets, [sum(rows_bytes(*pair, extra) for pair in pairs[r]) for r in ranks]
-
-        mine = {r: [(i, me) for i in by_owner[r]] for r in ranks}
-        owned = {r: [(i, r) for i in by_owner[me]] for r in ranks}
-        to_owner, sent = lay_out(HEADER, mine)
-        result, results = lay_out(0, mine)
-        incoming, received = lay_out(HEADER, owned)
-        returning, returned = lay_out(0, owned)
-        sizes = {"sent": sent, "received": received, "returned": returned, "results": results}
-        return Traffic(
-            {i: at for (i, _), at in to_owner.items()},
-            {i: at for (i, _), at in result.items()},
-            incoming,
-            returning,
-            sizes,
-        )
+    def packets(self) -> int:
+        return self.m * len(self.column_parts)
 
     @property
-    def buffer_sizes(self) -> tuple[int, int, int]:
-        """Bytes of the round's buffers: outgoing, incoming, returning."""
-        sent, received, returned, results = map(sum, self.sizes.values())
-        return max(sent, results), received, returned
+    def words(self) -> int:
+        """float16 words of a matrix in the work buffer, its rows' factors included."""
+        return words_of(self.allocation, self.packets)
+
+
+Sums = list[tuple[Tensor, tuple[RankGroup, ...]]]  # to be summed over these ranks
 
 
 @dataclass
@@ -224,61 +166,86 @@ class FusedRound:
     buffers: Buffers
     local: list[LocalRows]
     owned: list[OwnedMatrices]
-    graphs: dict[str, Any] = field(default_factory=dict)
+    squares: Sums = field(default_factory=list)
     pending: Callable[[], None] = lambda: None
 
+    def __post_init__(self) -> None:
+        device = self.step.device
+        self.before = Recording(self._before, self.local, device)
+        self.products = Recording(self._products, self.owned, device)
+        self.moved = Recording(self._moved, [one for one in self.local if one.summed], device)
+        self.after = Recording(self._after, self.local, device)
+
     def send(self) -> None:
-        self._run("before", self._before, self.local)
-        self._exchange(self.buffers.outgoing, "sent", self.buffers.incoming, "received")
+        self.before.run()
+        if self.step.sharding.shards.communicates:
+            one, sizes = self.buffers, (self.traffic.sent_sizes, self.traffic.received_sizes)
+            self.pending = self._exchange(one.outgoing, one.incoming, *sizes)
 
     def orthogonalize(self) -> None:
         self.pending()
-        self._run("products", self._products, self.owned)
-        self._exchange(self.buffers.returning, "returned", self.buffers.outgoing, "results")
+        self.products.run()
+        if self.step.sharding.shards.communicates:
+            one, sizes = self.buffers, (self.traffic.returned_sizes, self.traffic.result_sizes)
+            self.pending = self._exchange(one.returning, one.outgoing, *sizes)
+        else:
+            self.pending = self._gather(self.buffers.returning)
 
     def finish(self) -> None:
         self.pending()
-        self._run("after", self._after, self.local)
+        if self.step.sharding.shards.communicates:
+            self._gather(self.buffers.outgoing)()
+        self.moved.run()
+        sum_in_place(self.squares)
+        self.after.run()
 
-    def _exchange(self, out: Tensor, sent: str, into: Tensor, received: str) -> None:
-        sizes = self.traffic.sizes
-        send, receive = out[: sum(sizes[sent])], into[: sum(sizes[received])]
+    def _exchange(
+        self, out: Tensor, into: Tensor, sent: list[int], received: list[int]
+    ) -> Callable[[], None]:
         group = self.step.sharding.shards.group
-        self.pending = all_to_all(send, sizes[sent], receive, sizes[received], group)
+        return all_to_all(out[: sum(sent)], sent, into[: sum(received)], received, group)
 
-    def _run(self, name: str, work: Callable[[], None], items: Sequence[Any]) -> None:
-        """Launch; from the second step on, replay a recording of the launches."""
-        if not items:
-            return  # torch warns about an empty graph
-        if self.step.device.type != "cuda" or self.step.steps == 0:
-            work()
-            return
-        if name not in self.graphs:
-            self.graphs[name] = record(work, self.step.device)
-        self.graphs[name].replay()
+    def _gather(self, contribution: Tensor) -> Callable[[], None]:
+        """Pass this copy's part of Q on to the ranks that hold copies of the same part."""
+        size = self.traffic.share
+        if not size:
+            return lambda: None
+        gathered = self.buffers.gathered[: self.step.plan.copies * size]
+        return start_all_gather(gathered, contribution[:size], self.step.sharding.replicas)
 
     def _before(self) -> None:
         for rows in self.local:
             kind, choices = rows.kind, rows.choices
-            flags = (choices.chart, choices.nesterov, choices.maximize)
+            flags = (choices.chart, choices.nesterov, choices.maximize, choices.factors)
             launch_rows(
-                before_kernel, kind.rows, kind.n, rows.count,
-                self.step.entries[rows.start :], self.step.scalars_of(kind), rows.stats,
-                self.step.work, 0, rows.count, kind.rows, kind.n,
-                *flags, True, *(TYPES[dtype] for dtype in kind.dtypes),
+                before_kernel, kind.rows, kind.width, rows.count,
+                self.step.entries[rows.start :], self.step.scalars_of(kind), rows.stats, rows.sums,
+                self.step.work, 0, rows.count, kind.rows, kind.width,
+                *flags, True, rows.summed, *rows.types,
             )  # fmt: skip
+
+    def _moved(self) -> None:
+        for rows in self.local:
+            if rows.summed:
+                kind, choices = rows.kind, rows.choices
+                launch_rows(
+                    moved_kernel, kind.rows, kind.width, rows.count,
+                    self.step.entries[rows.start :], self.step.scalars_of(kind),
+                    rows.sums, rows.squares, rows.count, kind.rows, kind.width, kind.n, 1 / SCALE,
+                    choices.chart, choices.factors, choices.maximize, *rows.types[:2],
+                )  # fmt: skip
 
     def _after(self) -> None:
         for rows in self.local:
             kind, choices = rows.kind, rows.choices
             noise = choices.draws(kind.dtypes[0])
-            flags = (choices.chart, choices.radius, False, choices.maximize, noise, False)
+            flags = (choices.chart, choices.radius, choices.factors, choices.maximize, noise, False)
             launch_rows(
-                after_kernel, kind.rows, kind.n, rows.count,
+                after_kernel, kind.rows, kind.width, rows.count,
                 self.step.entries[rows.start :], self.step.scalars_of(kind),
-                self.step.bias_corrections[2 * rows.start :], rows.stats,
-                self.step.work, 0, rows.count, kind.rows, kind.n, 1 / SCALE,
-                *flags, True, *(TYPES[dtype] for dtype in kind.dtypes),
+                self.step.bias_corrections[2 * rows.start :], rows.stats, rows.sums, rows.squares,
+                self.step.work, 0, rows.count, kind.rows, kind.width, kind.n, 1 / SCALE,
+                *flags, True, rows.summed, *rows.types,
             )  # fmt: skip
 
     def _products(self) -> None:
@@ -288,21 +255,36 @@ class FusedRound:
                 self._orthogonalize(owned, first, min(at_once, len(owned.arriving) - first))
 
     def _orthogonalize(self, owned: OwnedMatrices, first: int, count: int) -> None:
-        m, n, size = owned.m, owned.n, owned.allocation.size
+        m, n, size, packets = owned.m, owned.n, owned.allocation.size, owned.packets
         X = self.step.work[: count * size].view(count, size)
         stats = self.step.work[count * size : count * owned.words].view(torch.float32)
         arriving, leaving = owned.arriving[first:], owned.leaving[first:]
-        parts, tiles = self.step.sharding.shards.size, -(-n // TRANSPOSE_TILE)
-        grid = (-(-m // TRANSPOSE_TILE) * tiles, count)
-        packets = (arriving, owned.chunk, parts)
         scale: Any = scales_kernel[(count,)]
-        scale(stats, *packets, count, m, n, owned.norm, True, BLOCK)
-        normalize: Any = normalize_kernel[grid]
-        normalize(stats, X, X, *packets, size, count, m, n, tiles, m < n, True, TRANSPOSE_TILE)
+        scale(stats, arriving, count, packets, owned.norm, True, BLOCK)
+        for part, grid in self._column_parts(owned, count):
+            normalize: Any = normalize_kernel[grid]
+            shape = (size, count, m, n, packets)
+            normalize(stats, X, X, arriving, *shape, *part, m < n, True, TRANSPOSE_TILE)
         products.run(X, m, n, owned.chain, owned.allocation, self.step.cublas)
         Q = X[:, owned.allocation.offsets[-1] :]
-        copy_back: Any = return_kernel[grid]
-        copy_back(leaving, Q, size, m, n, owned.chunk, parts, tiles, TRANSPOSE_TILE)
+        if owned.factors:
+            launch_rows(squares_kernel, m, n, count, stats, Q, size, count, m, n, 1 / SCALE)
+            restore: Any = restore_kernel[(count,)]
+            restore(arriving, stats, packets, count, m, n, BLOCK)
+        for part, grid in self._column_parts(owned, count):
+            copy_back: Any = return_kernel[grid]
+            shape = (size, count, m, n, packets)
+            copy_back(leaving, Q, stats, *shape, *part, owned.factors, TRANSPOSE_TILE)
+
+    @staticmethod
+    def _column_parts(owned: OwnedMatrices, count: int) -> list[tuple[Any, Any]]:
+        """For each column part: first packet, first column, width and tiles; and the grid."""
+        parts = []
+        for k, (start, stop) in enumerate(owned.column_parts):
+            tiles = -(-(stop - start) // TRANSPOSE_TILE)
+            grid = (-(-owned.m // TRANSPOSE_TILE) * tiles, count)
+            parts.append(((k * owned.m, start, stop - start, tiles), grid))
+        return parts
 
 
 class FusedExchange:
@@ -311,59 +293,65 @@ class FusedExchange:
     def __init__(
         self,
         members: Sequence[SharedParameter],
-        operands: Sequence[Operands],
+        operands: Operands,
         plan: Assignment,
         member_of: Sequence[int],
     ) -> None:
         self.key = fused_key(members, operands)
+        self.operands = operands
         self.plan, self.member_of, self.sharding = plan, member_of, members[0].sharding
-        self.device = operands[0].weight.device
-        self.steps = 0
+        self.device = operands.each[0].weight.device
+        self.choices = {one.index: Choices.of(one.recipe, one.group) for one in members}
         self.kinds: dict[Kind, int] = {}  # -> index of its scalars
         self.table: list[list[int]] = []
         self.member_of_entry: list[int] = []
-        traffic = [Traffic.of(tasks, plan, self.sharding) for tasks in plan.rounds]
-        buffers = self._buffers(traffic)
+        self.sums: Sums = []
+        headed = [self.choices[members[k].index].factors for k in member_of]
+        traffic = [Traffic(tasks, plan, self.sharding, headed) for tasks in plan.rounds]
+        pools = self._pools(traffic)
         self.rounds = [
             FusedRound(
                 self,
                 one,
-                own,
-                self._local(tasks, members, operands, one, own),
+                own := one.buffers(pools, k),
+                self._local(tasks, members, one, own),
                 self._owned(tasks, members, one, own),
             )
-            for tasks, one, own in zip(plan.rounds, traffic, buffers, strict=True)
+            for k, (tasks, one) in enumerate(zip(plan.rounds, traffic, strict=True))
         ]
-        self._allocate(members, operands)
+        self._allocate(members)
+        self._allocate_sums()
+        summed = [rows for one in self.rounds for rows in one.local if rows.summed]
+        self.sum_rows = Recording(lambda: self._sum_rows(summed), summed, self.device)
 
-    def _buffers(self, traffic: list[Traffic]) -> list[Buffers]:
+    def _pools(self, traffic: list[Traffic]) -> list[list[Tensor]]:
         """Make the rounds' buffers, shared between rounds that are not in transit together.
 
         A round's results arrive in `outgoing` when the next round but one has been sent.
         """
         columns = zip(*(one.buffer_sizes for one in traffic), strict=True)
-        pools = [
+        return [
             [
                 torch.empty(max(sizes[i::reach]), dtype=torch.uint8, device=self.device)
                 for i in range(min(reach, len(sizes)))
             ]
-            for sizes, reach in zip(columns, (3, 2, 2), strict=True)
+            for sizes, reach in zip(columns, (3, 2, 2, 2), strict=True)
         ]
-        return [Buffers(*(pool[k % len(pool)] for pool in pools)) for k in range(len(traffic))]
 
-    def _allocate(self, members: Sequence[SharedParameter], operands: Sequence[Operands]) -> None:
+    def _allocate(self, members: Sequence[SharedParameter]) -> None:
         words = [owned.words for one in self.rounds for owned in one.owned] or [0]
         totals = [owned.words * len(owned.arriving) for one in self.rounds for owned in one.owned]
         budget = sum(
             shared.group["workspace"] * one.weight.nbytes
-            for shared, one in zip(members, operands, strict=True)
+            for shared, one in zip(members, self.operands.each, strict=True)
         )
         memory = divide(int(budget), words)
         self.cublas = memory.cublas
         # one stream: it may use the memory of all
         size = max(*words, min(memory.streams * memory.words, max(totals, default=0)))
         self.work = torch.empty(size, dtype=torch.float16, device=self.device)
-        self.relative = torch.tensor(self.table, dtype=torch.int64, device="cpu").view(-1, ENTRY)
+        self.relative = torch.tensor(self.table, dtype=torch.int64, device="cpu")
+        self.relative = self.relative.view(len(self.table), ENTRY)
         self.entry_member = torch.tensor(self.member_of_entry, dtype=torch.int64, device="cpu")
         self.entries = torch.empty(self.relative.shape, dtype=torch.int64, device=self.device)
         count = SCALARS * len(self.kinds) + 2 * len(self.table)
@@ -371,48 +359,93 @@ class FusedExchange:
         self.address_ring, self.value_ring = PinnedRing(self.entries), PinnedRing(self.values)
         self.seen: list[list[int]] | None = None
 
+    def bind(self, members: Sequence[SharedParameter], operands: Operands) -> None:
+        """Use these tensors from now on.
+
+        Adam's counters move into one tensor, so that a single addition advances all of them.
+        """
+        self.counters = torch.stack([shared.state["step"] for shared in members])
+        for shared, step in zip(members, self.counters.unbind(), strict=True):
+            shared.state["step"] = step
+        self.operands = operands
+        operands.remember(members)
+
+    def _allocate_sums(self) -> None:
+        """Make the packed sums: one tensor per set of ranks for the step, and one per round."""
+        by_ranks: dict[Any, list[LocalRows]] = defaultdict(list)
+        for one in self.rounds:
+            in_round: dict[Any, list[LocalRows]] = defaultdict(list)
+            for rows in one.local:
+                if rows.summed:
+                    by_ranks[rows.kind.row_groups].append(rows)
+                    in_round[rows.kind.row_groups].append(rows)
+            for ranks, some in in_round.items():
+                squares = self._packed([rows.size for rows in some])
+                one.squares.append((squares[0], ranks))
+                for rows, own in zip(some, squares[1], strict=True):
+                    rows.squares = own
+        for ranks, some in by_ranks.items():
+            sums = self._packed([SUMS * rows.size for rows in some])
+            self.sums.append((sums[0], ranks))
+            for rows, own in zip(some, sums[1], strict=True):
+                rows.sums = own
+
+    def _packed(self, sizes: list[int]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        packed = torch.empty(sum(sizes), dtype=torch.float64, device=self.device)
+        return packed, packed.split(sizes)
+
+    def _sum_rows(self, summed: list[LocalRows]) -> None:
+        for rows in summed:
+            kind = rows.kind
+            launch_rows(
+                sums_kernel, kind.rows, kind.width, rows.count,
+                self.entries[rows.start :], rows.sums, rows.count, kind.rows, kind.width,
+                rows.choices.maximize, *rows.types[:2],
+            )  # fmt: skip
+
     def _local(
         self,
         tasks: list[int],
         members: Sequence[SharedParameter],
-        operands: Sequence[Operands],
         traffic: Traffic,
         buffers: Buffers,
     ) -> list[LocalRows]:
         kinds: dict[Kind, list[int]] = defaultdict(list)
         for i in tasks:
-            k, task = self.member_of[i], self.plan.tasks[i]
-            first, stop = task.parts[self.sharding.shards.index].rows
-            if stop > first:
-                kind = Kind(members[k].index, stop - first, task.m, task.n, operands[k].dtypes)
-                kinds[kind].append(i)
+            shared, task = members[self.member_of[i]], self.plan.tasks[i]
+            (top, bottom), (left, right) = task.parts[self.sharding.shards.index][:2]
+            if bottom > top:
+                flat = self.choices[shared.index].chart == FLAT
+                row_groups = () if flat else shared.sharding.row_groups
+                dtypes = self.operands.dtypes[self.member_of[i]]
+                sizes = (bottom - top, right - left, task.m, task.n)
+                kinds[Kind(shared.index, *sizes, dtypes, row_groups)].append(i)
         local_rows = []
         for kind, tasks_of_kind in kinds.items():
             self.kinds.setdefault(kind, len(self.kinds))
-            shared = members[self.member_of[tasks_of_kind[0]]]
-            choices = Choices.of(shared.recipe, shared.group)
-            size = STATS * len(tasks_of_kind) * kind.rows
+            count, start = len(tasks_of_kind), len(self.table)
+            size = STATS * count * kind.rows
             stats = torch.empty(size, dtype=torch.float32, device=self.device)
-            local_rows.append(LocalRows(kind, choices, len(self.table), len(tasks_of_kind), stats))
+            none = stats  # of sums, where no rank shares rows
+            choices = self.choices[kind.group]
+            local_rows.append(LocalRows(kind, choices, start, count, stats, none, none))
             for i in tasks_of_kind:
-                self._add_entry(i, members, operands, traffic, buffers)
+                self._add_entry(i, members, traffic, buffers)
         return local_rows
 
     def _add_entry(
-        self,
-        i: int,
-        members: Sequence[SharedParameter],
-        operands: Sequence[Operands],
-        traffic: Traffic,
-        buffers: Buffers,
+        self, i: int, members: Sequence[SharedParameter], traffic: Traffic, buffers: Buffers
     ) -> None:
         k, task = self.member_of[i], self.plan.tasks[i]
-        first = task.parts[self.sharding.shards.index].rows[0]
-        row = members[k].blocks[task.block].rows[0] + first - members[k].sharding.window.rows[0]
-        entry = table_entry(row * task.n, row, operands[k].dtypes, task.n, 1)
-        entry[FIRST_ROW] = first
-        entry[PACKET] = buffers.outgoing.data_ptr() + traffic.to_owner[i]
-        entry[RESULT] = buffers.outgoing.data_ptr() + traffic.result[i]
+        shared, part = members[k], task.parts[self.sharding.shards.index]
+        shape, window = local(shared.parameter).shape, shared.sharding.window
+        place = matrix_offsets(shape, shared.layout, window)[task.block]
+        start, state_start = place.offsets[task.number], place.state_offsets[task.number]
+        dtypes = self.operands.dtypes[k]
+        entry = table_entry(start, state_start, dtypes, place.stride, place.state_stride)
+        entry[FIRST_ROW], entry[FIRST_COLUMN] = part.rows[0], part.columns[0]
+        entry[PACKET] = traffic.packet(i, buffers)
+        entry[RESULT] = traffic.result(i, buffers)
         self.table.append(entry)
         self.member_of_entry.append(k)
 
@@ -425,44 +458,18 @@ class FusedExchange:
     ) -> list[OwnedMatrices]:
         shapes: dict[Any, list[int]] = defaultdict(list)
         for i in tasks:
-            if self.plan.place(i)[1] == self.sharding.shards.index:
+            if self.plan.place(i) == (traffic.copy, self.sharding.shards.index):
                 task, shared = self.plan.tasks[i], members[self.member_of[i]]
-                chunk = -(-shared.sharding.window.m // self.sharding.shards.size)
-                shapes[task.m, task.n, chunk, shared.recipe.orthogonalize].append(i)
+                factors = self.choices[shared.index].factors
+                parts = tuple(traffic.column_parts(i))
+                shapes[task.m, task.n, parts, factors, shared.recipe.orthogonalize].append(i)
         owned = []
-        for (m, n, chunk, iteration), tasks_of_shape in shapes.items():
+        for (m, n, parts, factors, iteration), tasks_of_shape in shapes.items():
             chain = chain_for(m, n, iteration)
-            lines = [
-                self._packet_addresses(tasks_of_shape, members, offsets, buffer, extra)
-                for offsets, buffer, extra in (
-                    (traffic.incoming, buffers.incoming, HEADER),
-                    (traffic.returning, buffers.returning, 0),
-                )
-            ]
-            allocation = allocate(m, n, chain)
-            norm = SCALE / iteration.margin
-            owned.append(OwnedMatrices(m, n, chunk, norm, chain, allocation, *lines))
+            lines = traffic.owned_lines(tasks_of_shape, buffers)
+            norm, allocation = SCALE / iteration.margin, allocate(m, n, chain)
+            owned.append(OwnedMatrices(m, n, parts, norm, factors, chain, allocation, *lines))
         return owned
-
-    def _packet_addresses(
-        self,
-        tasks: list[int],
-        members: Sequence[SharedParameter],
-        offsets: dict[tuple[int, int], int],
-        buffer: Tensor,
-        extra: int,
-    ) -> Tensor:
-        """Lines as packets.py describes them."""
-        lines = []
-        for i in tasks:
-            task = self.plan.tasks[i]
-            row_bytes = (task.n + extra) * WORD
-            starts = [
-                buffer.data_ptr() + offsets[i, rank] - part.rows[0] * row_bytes
-                for rank, part in enumerate(task.parts)
-            ]
-            lines.append([members[self.member_of[i]].blocks[task.block].rows[0], *starts])
-        return torch.tensor(lines, dtype=torch.int64, device="cpu").to(self.device)
 
     @property
     def bias_corrections(self) -> Tensor:
@@ -471,17 +478,23 @@ class FusedExchange:
     def scalars_of(self, kind: Kind) -> Tensor:
         return self.values[SCALARS * self.kinds[kind] :]
 
-    def update(self, members: Sequence[SharedParameter], operands: Sequence[Operands]) -> None:
-        addresses = [one.addresses for one in operands]
+    def update(self, members: Sequence[SharedParameter]) -> list[Tensor]:
+        """Take a step; return the counters to advance."""
+        addresses = self.operands.addresses
         if addresses != self.seen:
             entries = self.relative.clone()
-            now = torch.tensor(addresses, dtype=torch.int64, device="cpu")
+            now = torch.tensor(addresses, dtype=torch.int64, device="cpu").mT
             entries[:, ADDRESSES] += now[self.entry_member]
             self.address_ring.send(entries)
             self.seen = addresses
         self.value_ring.send(self._values(members))
+        self.sum_rows.run()
+        sum_in_place(self.sums)
         run_rounds(self.rounds)
-        self.steps += 1
+        if not self.operands.stand_in:
+            return [self.counters]
+        stepped = [shared for shared in members if shared.parameter.grad is not None]
+        return [shared.state["step"] for shared in stepped]
 
     def _values(self, members: Sequence[SharedParameter]) -> Tensor:
         """The kinds' scalars, then two bias corrections for each entry."""
@@ -493,12 +506,13 @@ class FusedExchange:
             lr, radius_lr = (float(rate) for rate in learning_rates(group, torch.float32))
             values += host_kind_scalars(group, recipe, lr, radius_lr, kind.m, kind.n)
         end = len(values)
-        counts = [(shared.index, float(shared.state["step"]) + 1) for shared in members]
-        corrections = {
-            (i, t): bias_corrections(by_group[i].recipe, t) for i, t in dict.fromkeys(counts)
-        }
-        for k in self.member_of_entry:
-            values += corrections[counts[k]]
+        counts = [t + 1 for t in self.counters.tolist()]
+        if len(by_group) == 1 and len(set(counts)) == 1:  # the usual case
+            recipe = members[0].recipe
+            values += bias_corrections(recipe, counts[0]) * len(self.member_of_entry)
+        else:
+            for k in self.member_of_entry:
+                values += bias_corrections(members[k].recipe, counts[k])
         out = torch.tensor(values, dtype=torch.float32, device="cpu")
         seeds = [as_int32(hash_seed(by_group[kind.group].group["step"])) for kind in self.kinds]
         words = torch.tensor(seeds, dtype=torch.int64, device="cpu").to(torch.int32)
@@ -511,26 +525,33 @@ def advance_shards(
     members: Sequence[SharedParameter],
     plan: Assignment,
     member_of: Sequence[int],
-) -> FusedExchange:
+) -> tuple[FusedExchange, list[Tensor]]:
     """Take a step of the members, with the launches of `known` if they still fit.
 
     Args:
         known: what the last call returned.
         plan: the tasks of all members and their owners.
         member_of: the member of each task.
+
+    Returns:
+        What the next call takes, and the counters to advance.
     """
-    operands = [Operands.of(shared) for shared in members]
-    if known is None or known.key != fused_key(members, operands):
-        known = FusedExchange(members, operands, plan, member_of)
+    fits = known is not None and known.operands.refresh(members)
+    if known is None or not fits or known.key[0] != _choices(members):
+        operands = Operands(members)
+        if known is None or known.key != fused_key(members, operands):
+            known = FusedExchange(members, operands, plan, member_of)
+        known.bind(members, operands)
     with select_device(known.device):
-        known.update(members, operands)
-    return known
+        return known, known.update(members)
 
 
-def fused_key(members: Sequence[SharedParameter], operands: Sequence[Operands]) -> Any:
+def fused_key(members: Sequence[SharedParameter], operands: Operands) -> tuple[Any, ...]:
     """What the tables and launches depend on, besides the exchange group's plan."""
+    devices = [one.weight.device for one in operands.each]
+    return _choices(members), operands.dtypes, operands.vectors, devices
+
+
+def _choices(members: Sequence[SharedParameter]) -> list[tuple[int, Choices]]:
     by_group = {shared.index: shared for shared in members}
-    choices = [(i, Choices.of(shared.recipe, shared.group)) for i, shared in by_group.items()]
-    return choices, [
-        (one.dtypes, one.weight.device, *(v is None for v in one.vectors)) for one in operands
-    ]
+    return [(i, Choices.of(shared.recipe, shared.group)) for i, shared in by_group.items()]

@@ -175,12 +175,18 @@ class Layout:
             return [X.reshape(count * len(rows), rows[0], n)]
         return [b for a in X.split(rows, dim=1) for b in a.split(columns, dim=2)]
 
-    def vector_shape(self, t: Tensor, name: str = "") -> tuple[int, ...]:
-        """Return the shape of a state vector of t: (..., m, column blocks) if it is per row."""
+    def vector_shape(
+        self, t: Tensor, name: str = "", window: Slice2D | None = None
+    ) -> tuple[int, ...]:
+        """Return the shape of a state vector of t: (..., m, column blocks) if it is per row.
+
+        With a window, t holds only that part of the matrices.
+        """
         X = self.canonical(torch.empty(t.shape, device="meta"))
         leading = t.shape[:-2] if self.view == "stack" else ()
-        (by_row, by_column), (rows, columns) = vector_axes(name), self._sizes(X)
         m, n = X.shape[1:]
+        sides = (m, n) if window is None else (window.m, window.n)
+        (by_row, by_column), (rows, columns) = vector_axes(name), self._sizes(*sides)
         return (*leading, m if by_row else len(rows), n if by_column else len(columns))
 
     def check(self, t: Tensor) -> None:
@@ -192,7 +198,7 @@ class Layout:
             )
         if self.view == "stack" and t.ndim < 3:
             raise ValueError("has no leading dimension: view='stack' expects (..., m, n)")
-        self._sizes(self.canonical(torch.empty(t.shape, device="meta")))
+        self._sizes(*self.canonical(torch.empty(t.shape, device="meta")).shape[1:])
 
-    def _sizes(self, X: Tensor) -> tuple[list[int], list[int]]:
-        return block_sizes(X.shape[1], self.blocks), block_sizes(X.shape[2], self.column_blocks)
+    def _sizes(self, m: int, n: int) -> tuple[list[int], list[int]]:
+        return block_sizes(m, self.blocks), block_sizes(n, self.column_blocks)

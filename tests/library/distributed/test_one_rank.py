@@ -42,7 +42,7 @@ def stepped(member: Any, device: str, exchanged: bool) -> list[torch.Tensor]:
     originals = session.sharding_of, session.holders_of_copies
     if exchanged:
         session.sharding_of = sharding_with_itself
-        session.holders_of_copies = lambda p, group: RankGroup((0,), 0)
+        session.holders_of_copies = lambda group: RankGroup((0,), 0)
     for step in range(4):
         for i, p in enumerate(params):
             p.grad = noise(*p.shape, seed=10 * step + i, dtype=p.dtype).to(device)

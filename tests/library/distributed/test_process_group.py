@@ -51,7 +51,7 @@ def kept_between_steps() -> list[bool]:
     p.grad = torch.ones_like(p)
     optimizer = AngularMuown([p], write_back="master")
     optimizer.step()
-    members = [member for _, member in optimizer._session.cached.values()]
+    members = [one for group in optimizer._session.cached.values() for one in group.members]
     return [member._opened is None and not member.state for member in members]
 
 

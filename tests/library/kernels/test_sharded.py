@@ -1,4 +1,4 @@
-"""The kernels on sharded rows equal the kernels on whole matrices, in Triton's interpreter."""
+"""The kernels on sharded matrices equal the kernels on whole ones, in Triton's interpreter."""
 
 from functools import cache
 from typing import Any
@@ -6,26 +6,41 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
-from angular_muown import AngularMuown, Muon, Muown, NorMuon, engine
-from angular_muown.distributed import session
+from angular_muown import AngularMuown, Muon, Muown, NorMuon, NorMuown, engine
+from angular_muown.distributed import copies, session
 from angular_muown.distributed.mesh import local
 from angular_muown.kernels import coverage
 from angular_muown.params.layout import Layout, Slice2D
 from tests.library.family import noise, parameter
+from tests.library.sharded import PLACEMENTS, Placement, place, whole
 from tests.ranks import results
 
 pytest.importorskip("triton")
 
 from angular_muown.kernels import launch
 
-MEMBERS = {"AngularMuown": AngularMuown, "Muown": Muown, "Muon": Muon}
+MEMBERS: dict[str, Any] = {
+    member.__name__: member for member in (AngularMuown, Muown, Muon, NorMuon, NorMuown)
+}
+ROWS: Placement = ((-1,), (0,))
+PLACES: dict[str, Placement | None] = {
+    **PLACEMENTS,
+    "rows x rows": ((2, -1), (0, 0)),
+    "plain": None,  # copies, as under DDP
+}
 # A fused weight whose blocks end in the middle of shards, a wide and a tall matrix.
-GROUPS: list[dict[str, Any]] = [
+FUSED: list[dict[str, Any]] = [
     {"shapes": [(416, 128)], "blocks": [144, 144, 128]},
     {"shapes": [(128, 144), (144, 128), (128, 144)]},
+]
+# `first` is the dimension of the parameter that a placement counts from.
+LAYOUTS: list[dict[str, Any]] = [
+    {"shapes": [(288, 128)], "blocks": 2},
+    {"shapes": [(128, 256)], "column_blocks": 2},
+    {"shapes": [(128, 16, 3, 3)], "view": "conv"},
+    {"shapes": [(2, 128, 144)], "view": "stack", "first": 1},
+    {"shapes": [(144, 128)], "transposed": True},
 ]
 CASES: dict[str, dict[str, Any]] = {
     "float32": {},
@@ -36,58 +51,64 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def stepped(member: str, case: str, sharded: bool, steps: int = 2) -> tuple[list[Tensor], bool]:
-    """Weights and state after some steps, and whether the exchange was fused."""
+def interpret(shares: bool = True) -> None:
+    """Make the kernels step tensors on the CPU, and copies share their work or not."""
+    launch.ROW_ELEMENTS = 16384  # the interpreter pays per program
+    coverage.runs_on = engine.runs_on = session.runs_on = lambda device: True
+    copies.LATENCY = -1e9 if shares else 1e9
+
+
+def stepped(
+    member: str,
+    case: str,
+    groups: list[dict[str, Any]],
+    placement: str | None,
+    process_group: Any = None,
+) -> tuple[list[Tensor], int]:
+    """Weights and state after two steps, and how many parameters the fused exchange stepped."""
     options = dict(CASES[case])
     session.LEAST_FUSED_ROUND = 0 if "workspace" in options else 2**25
     dtype = options.pop("dtype", torch.float32)
-    launch.ROW_ELEMENTS = 16384  # the interpreter pays per program
-    coverage.runs_on = engine.runs_on = session.runs_on = lambda device: True
-    groups, params = make_groups(dtype, sharded)
-    optimizer = MEMBERS[member](
-        groups, lr=0.02, process_group=None if sharded else False, **options
-    )
-    for step in range(steps):
-        for i, p in enumerate(params):
+    interpret()
+    places = None if placement is None else PLACES[placement]
+    param_groups, params = make_groups(groups, dtype, places)
+    optimizer = MEMBERS[member](param_groups, lr=0.02, process_group=process_group, **options)
+    for step in range(2):
+        for i, (p, first) in enumerate(params):
             G = noise(*p.shape, seed=10 * step + i, dtype=dtype)
-            skipped = i == len(params) - 1 and step == 1
-            p.grad = None if skipped else _placed(G, sharded)
+            skipped = len(params) > 3 and i == len(params) - 1 and step == 1
+            p.grad = None if skipped else place(G, places, first)
         optimizer.step()
-    fused = optimizer._session is not None and any(
-        group.fused is not None for group in optimizer._session.groups.values()
-    )
-    tensors = [*params, *(t for p in params for t in optimizer.state[p].values())]
-    return [_whole(t.detach()) for t in tensors], fused
+    tensors = [t for p, _ in params for t in (p, *optimizer.state[p].values())]
+    return [whole(t) for t in tensors], fused_members(optimizer)
 
 
-def make_groups(dtype: torch.dtype, sharded: bool) -> tuple[list[dict[str, Any]], list[Tensor]]:
-    groups, params = [], []
-    for number, group in enumerate(GROUPS):
-        own = [
-            nn.Parameter(_placed(_weight(shape, 100 * number + i).to(dtype), sharded))
-            for i, shape in enumerate(group["shapes"])
-        ]
-        groups.append({**{k: v for k, v in group.items() if k != "shapes"}, "params": own})
-        params += own
-    return groups, params
+def fused_members(optimizer: Any) -> int:
+    groups = optimizer._session.groups.values() if optimizer._session else ()
+    return sum(len(group.key) for group in groups if group.fused is not None)
 
 
-def _weight(shape: tuple[int, int], seed: int) -> Tensor:
-    """The fourth row is zero."""
-    W = parameter(*shape, seed=seed, dtype=torch.float32).detach()
-    W[3] = 0.0
+def make_groups(
+    groups: list[dict[str, Any]], dtype: torch.dtype, placement: Placement | None
+) -> tuple[list[dict[str, Any]], list[tuple[nn.Parameter, int]]]:
+    param_groups, params = [], []
+    for group in groups:
+        first = group.get("first", 0)
+        own = []
+        for shape in group["shapes"]:
+            W = _weight(shape, len(params) + len(own)).to(dtype)
+            own.append(nn.Parameter(place(W, placement, first)))
+        params += [(p, first) for p in own]
+        values = {k: v for k, v in group.items() if k not in ("shapes", "first")}
+        param_groups.append({**values, "params": own})
+    return param_groups, params
+
+
+def _weight(shape: tuple[int, ...], seed: int) -> Tensor:
+    """The fourth row of every matrix is zero."""
+    W = 0.3 * noise(*shape, seed=100 + seed, dtype=torch.float32)
+    W[(slice(None), 3) if len(shape) == 3 else 3] = 0.0
     return W
-
-
-def _placed(t: Tensor, sharded: bool) -> Tensor:
-    if not sharded:
-        return t
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    return distribute_tensor(t, mesh, [Shard(0)])
-
-
-def _whole(t: Tensor) -> Tensor:
-    return t.full_tensor() if hasattr(t, "full_tensor") else t
 
 
 @pytest.mark.parametrize(
@@ -95,27 +116,67 @@ def _whole(t: Tensor) -> Tensor:
     [
         *((2, member, "float32") for member in MEMBERS),
         *((2, "AngularMuown", case) for case in CASES if case != "float32"),
-        (3, "AngularMuown", "float32"),
+        (3, "NorMuown", "float32"),
         (5, "AngularMuown", "two rounds"),
         (7, "Muown", "bf16 weights"),
     ],
 )
 def test_sharded_rows_equal_whole_matrices(world: int, member: str, case: str) -> None:
-    for sharded, fused in results(world, stepped, member, case, True):
-        assert fused, "the kernels cover these parameters"
+    for sharded, fused in results(world, stepped, member, case, FUSED, "rows"):
+        assert fused == 4, "the kernels cover these parameters"
         for a, b in zip(sharded, _alone(member, case), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 @cache
-def _alone(member: str, case: str) -> list[Tensor]:
+def _alone(member: str, case: str, layouts: bool = False) -> list[Tensor]:
     """Return what one process computes, whatever the rounds."""
-    return results(1, stepped, member, "float32" if case == "two rounds" else case, False)[0][0]
+    case = "float32" if case == "two rounds" else case
+    groups = LAYOUTS if layouts else FUSED
+    return results(1, stepped, member, case, groups, None, False)[0][0]
+
+
+# With the number of parameters that the kernels step: they read no transposed matrix, no columns of
+# a block that ranks share, and, on four ranks, none of the convolution's 36 columns per rank.
+RUNS: list[tuple[int, str, str, int]] = [
+    (2, "rows", "NorMuown", 4),
+    (2, "columns", "AngularMuown", 3),
+    (2, "columns", "Muown", 3),
+    (2, "columns", "Muon", 3),
+    (2, "columns", "NorMuon", 3),
+    (2, "columns", "NorMuown", 3),
+    (2, "copies", "AngularMuown", 4),
+    (2, "plain", "NorMuown", 4),
+    (4, "rows", "AngularMuown", 4),
+    (4, "hsdp", "NorMuown", 4),
+    (4, "rows x columns", "AngularMuown", 3),
+    (4, "columns x rows", "NorMuown", 3),
+    (4, "copies of columns", "AngularMuown", 3),
+    (4, "rows x rows", "Muown", 4),
+    (8, "rows x columns", "Muown", 1),
+]
+
+
+@pytest.mark.parametrize(("world", "placement", "member", "covered"), RUNS)
+def test_every_placement_gives_the_weights_of_one_process(
+    world: int, placement: str, member: str, covered: int
+) -> None:
+    first = None
+    for sharded, fused in results(world, stepped, member, "float32", LAYOUTS, placement):
+        assert fused == covered
+        for a, b in zip(sharded, _alone(member, "float32", True), strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-4)
+        first = first or sharded
+        assert all(map(torch.equal, sharded, first)), "ranks would drift apart"
+
+
+def _placed(t: Tensor, sharded: bool) -> Tensor:
+    return place(t, ROWS if sharded else None)
 
 
 def loaded(member: str, sharded: bool) -> list[Tensor]:
     """Two steps, with a state in other dtypes in between, as `load_state_dict` may leave it."""
-    launch.ROW_ELEMENTS = 16384
+    interpret()
     coverage.runs_on = engine.runs_on = session.runs_on = lambda device: sharded
     p = nn.Parameter(_placed(_weight((128, 144), 7), sharded))
     optimizer = MEMBERS[member]([p], lr=0.02, process_group=None if sharded else False)
@@ -126,13 +187,12 @@ def loaded(member: str, sharded: bool) -> list[Tensor]:
         state["momentum_buffer"] = state["momentum_buffer"].double()
         for name in ("exp_avg", "exp_avg_sq"):
             state[name] = state[name].bfloat16()
-    return [_whole(p.detach())]
+    return [whole(p)]
 
 
 def stepped_experts(sharded: bool) -> tuple[list[Tensor], bool]:
     """Four experts, each with two matrices in blocks; whether the kernels stepped them."""
-    launch.ROW_ELEMENTS = 16384
-    coverage.runs_on = engine.runs_on = session.runs_on = lambda device: True
+    interpret()
     p = nn.Parameter(_placed(0.1 * noise(4, 256, 144, seed=3, dtype=torch.float32), sharded))
     groups = [{"params": [p], "view": "stack", "blocks": 2}]
     optimizer = AngularMuown(groups, lr=0.02, process_group=None if sharded else False)
@@ -142,7 +202,7 @@ def stepped_experts(sharded: bool) -> tuple[list[Tensor], bool]:
     fused = optimizer._fused is not None and optimizer._fused.steps[0][1] is not None
     assert not sharded or local(p).grad is None, "the part is a parameter for the step alone"
     assert float(optimizer.state[p]["step"]) == 3
-    return [_whole(t.detach()) for t in (p, *optimizer.state[p].values())], fused
+    return [whole(t) for t in (p, *optimizer.state[p].values())], fused
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -169,9 +229,15 @@ def test_another_wire_dtype_leaves_the_kernels() -> None:
         assert coverage.covers_shards(p, windows, Layout(), group) == (wire_dtype is None)
 
 
-def test_row_sums_over_a_matrix_leave_the_kernels() -> None:
-    """NorMuon restores the norm of whole matrices, which no rank has."""
-    recipe = NorMuon([nn.Parameter(torch.ones(2, 2))]).recipe
-    group = NorMuon([nn.Parameter(torch.ones(2, 2))]).param_groups[0]
-    assert coverage.knows(recipe(group))
-    assert not coverage.knows_shards(recipe(group))
+def step_copies_alone() -> bool:
+    """Step plain copies where sharing does not pay; True if nothing was exchanged."""
+    interpret(shares=False)
+    p = parameter(128, 144, dtype=torch.float32)
+    p.grad = noise(128, 144, seed=1, dtype=torch.float32)
+    optimizer = AngularMuown([p])
+    optimizer.step()
+    return optimizer._session is None or not optimizer._session.groups
+
+
+def test_copies_are_stepped_alone_where_sharing_does_not_pay() -> None:
+    assert results(2, step_copies_alone) == [True, True]

@@ -1,33 +1,89 @@
 """Packets: rows in transit between ranks, read and written where they are.
 
-A packet is a row in float16 behind a header with its exponent and its sum of squares. An owner's
-matrices arrive as runs of packets, one from each rank. `addresses` has one line per matrix: the
-matrix's first row in its parameter, then for each rank the address where its run would start if it
-started at row 0. So row i of a matrix comes from rank (first + i) // chunk, at that address plus i
-packets.
+A packet is a row, or a part of one, in float16 behind a header. On the way to the owner the header
+holds the row's exponent, its sum of squares, and NorMuon's v and beta; on the way back, for NorMuon
+only, the sum of squares of the row of Q and the factor that restores Q's norm.
+
+An owner's matrices arrive in column parts, usually one: each rank holds some rows of one of them.
+`addresses` has a line per matrix with the address of every packet, column part by column part.
 """
 
 import triton
 import triton.language as tl
 
+from angular_muown.kernels import columns
+
+HEADER = tl.constexpr(columns.HEADER)
+SQUARES = tl.constexpr(columns.SQUARES)
+FACTOR = tl.constexpr(columns.FACTOR)
+
 
 @triton.jit
-def row_address(addresses, matrix, row, mask, chunk, parts, words):
-    """Byte addresses of rows that take `words` float16 words each."""
-    line = addresses + matrix * (parts + 1)
-    part = (tl.load(line) + row) // chunk
-    return tl.load(line + 1 + part, mask=mask, other=0) + row.to(tl.int64) * (2 * words)
+def packet_address(addresses, matrix, packets, packet, mask):
+    """Byte addresses of packets, of which every matrix has `packets`."""
+    return tl.load(addresses + matrix * packets + packet, mask=mask, other=0)
 
 
-@triton.jit(do_not_specialize=["chunk"])
-def return_kernel(addresses, Q, stride, m, n, chunk, parts, tiles, TILE: tl.constexpr):
-    """Copy the rows of Q to the runs that go back to their ranks, without headers."""
+@triton.jit
+def header(address):
+    return tl.multiple_of(address, 16).to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def entries(address, columns):
+    """Pointers to the entries of packets that have a header."""
+    start = tl.multiple_of(address.to(tl.pointer_type(tl.float16)), 16)
+    return start[:, None] + HEADER + columns[None, :]
+
+
+@triton.jit(do_not_specialize=["count"])
+def restore_kernel(addresses, stats, packets, count, m, n, BLOCK: tl.constexpr):
+    """Compute the factors that restore the norms of Q after NorMuon's division by sqrt(v).
+
+    v is that of `second_moment_kernel`, from the packets' headers. It is stored by the ranks that
+    hold its rows.
+    """
+    matrix = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, BLOCK)
+    whole = tl.zeros((BLOCK,), tl.float32)
+    scaled = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, m, BLOCK):
+        mask = start + index < m
+        at = header(packet_address(addresses, matrix, packets, start + index, mask))
+        v = tl.load(at + 2, mask=mask, other=0.0)
+        beta = tl.load(at + 3, mask=mask, other=0.0)
+        q = tl.load(stats + SQUARES * count * m + matrix * m + start + index, mask=mask, other=0.0)
+        v = (1.0 - beta) * (q / n) + beta * v
+        whole += q
+        scaled += q / tl.where(v == 0.0, 1.0, v)
+    root = tl.sqrt(tl.sum(scaled, axis=0))
+    restore = tl.sqrt(tl.sum(whole, axis=0)) / tl.where(root == 0.0, 1.0, root)
+    tl.store(stats + FACTOR * count * m + matrix, restore)
+
+
+@triton.jit(do_not_specialize=["count"])
+def return_kernel(
+    addresses, Q, stats, stride, count, m, n, packets, first, start, width, tiles,
+    FACTORS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Copy a column part of Q, `width` columns from `start`, to the packets that go back.
+
+    They have a header only with FACTORS.
+    """
     matrix = tl.program_id(1).to(tl.int64)
     row = (tl.program_id(0) // tiles) * TILE + tl.arange(0, TILE)
     column = (tl.program_id(0) % tiles) * TILE + tl.arange(0, TILE)
-    inside = (row[:, None] < m) & (column[None, :] < n)
-    place = Q + matrix * stride + row[:, None] * n + column[None, :]
+    inside = (row[:, None] < m) & (column[None, :] < width)
+    place = Q + matrix * stride + row[:, None] * n + start + column[None, :]
     values = tl.load(place, mask=inside, other=0.0)
-    at = row_address(addresses, matrix, row, row < m, chunk, parts, n)
-    pointer = tl.multiple_of(at.to(tl.pointer_type(tl.float16)), 16)
-    tl.store(pointer[:, None] + column[None, :], values, mask=inside)
+    at = packet_address(addresses, matrix, packets, first + row, row < m)
+    if FACTORS:
+        tl.store(entries(at, column), values, mask=inside)
+        if tl.program_id(0) % tiles == 0:
+            q = tl.load(stats + SQUARES * count * m + matrix * m + row, mask=row < m, other=0.0)
+            restore = tl.load(stats + FACTOR * count * m + matrix)
+            tl.store(header(at), q, mask=row < m)
+            tl.store(header(at) + 1, tl.zeros_like(q) + restore, mask=row < m)
+    else:
+        pointer = tl.multiple_of(at.to(tl.pointer_type(tl.float16)), 16)
+        tl.store(pointer[:, None] + column[None, :], values, mask=inside)

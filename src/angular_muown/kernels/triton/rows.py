@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from angular_muown.kernels import columns
-from angular_muown.kernels.triton.packets import row_address
+from angular_muown.kernels.triton.packets import entries, header, packet_address
 
 # Kernels can read global constants only as constexpr.
 WEIGHT = tl.constexpr(columns.WEIGHT)
@@ -25,6 +25,7 @@ ENTRY = tl.constexpr(columns.ENTRY)
 PACKET = tl.constexpr(columns.PACKET)
 RESULT = tl.constexpr(columns.RESULT)
 FIRST_ROW = tl.constexpr(columns.FIRST_ROW)
+FIRST_COLUMN = tl.constexpr(columns.FIRST_COLUMN)
 HEADER = tl.constexpr(columns.HEADER)
 BETA = tl.constexpr(columns.BETA)
 STEP = tl.constexpr(columns.STEP)
@@ -40,6 +41,9 @@ SQUARES = tl.constexpr(columns.SQUARES)
 RADIAL = tl.constexpr(columns.RADIAL)
 FACTOR = tl.constexpr(columns.FACTOR)
 CHORD = tl.constexpr(columns.CHORD)
+WEIGHT_SQUARES = tl.constexpr(columns.WEIGHT_SQUARES)
+PRODUCTS = tl.constexpr(columns.PRODUCTS)
+GRADIENT_SQUARES = tl.constexpr(columns.GRADIENT_SQUARES)
 FLAT = tl.constexpr(columns.FLAT)
 WEIGHT_NORM = tl.constexpr(columns.WEIGHT_NORM)
 FIXED = tl.constexpr(columns.FIXED)
@@ -85,6 +89,22 @@ def row_norm(X):
 
 
 @triton.jit
+def row_sum(X, Y):
+    """Return the row sums of X Y in float64, whose range holds the squares of all float32."""
+    e = exponents(X)
+    f = exponents(Y)
+    total = tl.sum(X * power_of_two(-e)[:, None] * (Y * power_of_two(-f)[:, None]), axis=1)
+    power = ((1023 + e + f).to(tl.int64) << 52).to(tl.float64, bitcast=True)
+    return total.to(tl.float64) * power
+
+
+@triton.jit
+def summed(sums, which: tl.constexpr, count, m, matrix, row, in_rows):
+    """Load sums over rows that ranks share."""
+    return tl.load(sums + which * count * m + matrix * m + row, mask=in_rows, other=0.0)
+
+
+@triton.jit
 def offsets(table, matrix, m, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Return this program's rows and columns, their mask, and their offsets.
 
@@ -116,38 +136,72 @@ def state_at(table, matrix, which: tl.constexpr, row):
 # The row kernel before the polar factor: split, momentum, and the matrix to orthogonalize.
 
 
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["sums"])
+def sums_kernel(
+    table, sums, count, m, n, MAXIMIZE: tl.constexpr, W_TYPE: tl.constexpr, G_TYPE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Sum over this rank's columns what `before_kernel` needs to know about whole rows."""
+    matrix = tl.program_id(1).to(tl.int64)
+    row, _, inside, offset, _ = offsets(table, matrix, m, n, ROWS, COLUMNS)
+    W = read(table, matrix, WEIGHT, offset, inside, W_TYPE)
+    G = read(table, matrix, GRADIENT, offset, inside, G_TYPE)
+    if MAXIMIZE:
+        G = -G
+    place = sums + matrix * m + row
+    tl.store(place + WEIGHT_SQUARES * count * m, row_sum(W, W), mask=row < m)
+    tl.store(place + PRODUCTS * count * m, row_sum(G, W), mask=row < m)
+    tl.store(place + GRADIENT_SQUARES * count * m, row_sum(G, G), mask=row < m)
+
+
 @triton.jit
 def _tangent(
-    G, table, matrix, row, in_rows, inside, offset, radial, CHART: tl.constexpr, TYPE: tl.constexpr
-):
+    G, table, sums, count, m, matrix, row, in_rows, inside, offset, radial,
+    CHART: tl.constexpr, SUMMED: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
     """Return the gradient of the rows' directions; store the gradient of their lengths."""
     if CHART == FLAT:
         return G
     W = read(table, matrix, WEIGHT, offset, inside, TYPE)
-    exponent = exponents(W)
-    V = W * power_of_two(-exponent)[:, None]
-    length = tl.sqrt(tl.sum(V * V, axis=1))
-    g = length * power_of_two(exponent)
-    # A zero row moves along -G, so its radial gradient is -|G|.
-    r = tl.where(g == 0.0, -row_norm(G), tl.sum(G * V, axis=1) / divisor(length))
+    if SUMMED:
+        root = tl.sqrt(summed(sums, WEIGHT_SQUARES, count, m, matrix, row, in_rows))
+        g = root.to(tl.float32)
+        along = summed(sums, PRODUCTS, count, m, matrix, row, in_rows) / divisor(root)
+        slope = tl.sqrt(summed(sums, GRADIENT_SQUARES, count, m, matrix, row, in_rows))
+        r = tl.where(g == 0.0, -slope, along).to(tl.float32)
+    else:
+        exponent = exponents(W)
+        V = W * power_of_two(-exponent)[:, None]
+        length = tl.sqrt(tl.sum(V * V, axis=1))
+        g = length * power_of_two(exponent)
+        # A zero row moves along -G, so its radial gradient is -|G|.
+        r = tl.where(g == 0.0, -row_norm(G), tl.sum(G * V, axis=1) / divisor(length))
     tl.store(radial, r, mask=in_rows)
     T = g[:, None] * G - tl.where(g == 0.0, 0.0, r)[:, None] * W
     if CHART == WEIGHT_NORM:
-        rho = tl.load(state_at(table, matrix, STORED_NORM, row), mask=in_rows, other=0.0)
-        T = T / divisor(tl.where(rho == 0.0, g, rho))[:, None]
+        T = T / divisor(_stored_norm(table, matrix, row, in_rows, g))[:, None]
     return T
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
+def _stored_norm(table, matrix, row, in_rows, g):
+    """Load rho, which starts as the rows' lengths."""
+    rho = tl.load(state_at(table, matrix, STORED_NORM, row), mask=in_rows, other=0.0)
+    return tl.where(rho == 0.0, g, rho)
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["sums"])
 def before_kernel(
-    table, scalars, stats, work, stride, count, m, n,
-    CHART: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr, SHARDED: tl.constexpr,
+    table, scalars, stats, sums, work, stride, count, m, n,
+    CHART: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr, FACTORS: tl.constexpr,
+    SHARDED: tl.constexpr, SUMMED: tl.constexpr,
     W_TYPE: tl.constexpr, G_TYPE: tl.constexpr, M_TYPE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Update M; store the matrix to orthogonalize as float16 rows with an exponent each.
 
-    If SHARDED, these are this rank's rows of a matrix, and they are stored as packets.
+    If SHARDED, this is this rank's part of a matrix, whose rows are stored as packets. If SUMMED,
+    ranks share its rows, and `sums` has the sums over all columns.
     """
     matrix = tl.program_id(1).to(tl.int64)
     row, _, inside, offset, dense_offset = offsets(table, matrix, m, n, ROWS, COLUMNS)
@@ -157,7 +211,10 @@ def before_kernel(
     if MAXIMIZE:
         G = -G
     radial = row_stats + RADIAL * count * m
-    T = _tangent(G, table, matrix, row, in_rows, inside, offset, radial, CHART, W_TYPE)
+    T = _tangent(
+        G, table, sums, count, m, matrix, row, in_rows, inside, offset, radial, CHART, SUMMED,
+        W_TYPE,
+    )  # fmt: skip
     momentum = address(table, matrix, MOMENTUM, M_TYPE, 16)
     beta = tl.load(scalars + BETA)
     M = beta * tl.load(momentum + offset, mask=inside, other=0.0).to(tl.float32) + T
@@ -169,12 +226,18 @@ def before_kernel(
     X = X * power_of_two(-exponent)[:, None]
     squares = tl.sum(X * X, axis=1)
     if SHARDED:
-        packet = address(table, matrix, PACKET, tl.float16, 16) + row * (n + HEADER)
-        header = packet.to(tl.pointer_type(tl.float32))
-        tl.store(header, exponent.to(tl.float32), mask=in_rows)
-        tl.store(header + 1, squares, mask=in_rows)
+        base = tl.load(table + matrix * ENTRY + PACKET + tl.zeros_like(row))
+        packet = base + row.to(tl.int64) * (2 * (n + HEADER))
+        sends = in_rows & (base != 0)
+        tl.store(header(packet), exponent.to(tl.float32), mask=sends)
+        tl.store(header(packet) + 1, squares, mask=sends)
+        if FACTORS:
+            v = tl.load(state_at(table, matrix, SECOND_MOMENT, row), mask=in_rows, other=0.0)
+            tl.store(header(packet) + 2, v, mask=sends)
+            beta = tl.zeros_like(v) + tl.load(scalars + ROW_BETA)
+            tl.store(header(packet) + 3, beta, mask=sends)
         column = tl.arange(0, COLUMNS)
-        tl.store(packet[:, None] + HEADER + column[None, :], X.to(tl.float16), mask=inside)
+        tl.store(entries(packet, column), X.to(tl.float16), mask=inside & sends[:, None])
     else:
         tl.store(row_stats + EXPONENT * count * m, exponent.to(tl.float32), mask=in_rows)
         tl.store(row_stats + SQUARES * count * m, squares, mask=in_rows)
@@ -185,12 +248,11 @@ def before_kernel(
 
 
 @triton.jit
-def _row_size(stats, addresses, chunk, parts, count, matrix, row, m, n, PACKETS: tl.constexpr):
+def _row_size(stats, addresses, count, matrix, row, m, PACKETS: tl.constexpr):
     """Load the rows' exponents and sums of squares; -126 and 0 outside of the matrix."""
     mask = row < m
     if PACKETS:
-        at = row_address(addresses, matrix, row, mask, chunk, parts, n + HEADER)
-        exponent = at.to(tl.pointer_type(tl.float32))
+        exponent = header(packet_address(addresses, matrix, m, row, mask))
         squares = exponent + 1
     else:
         exponent = stats + EXPONENT * count * m + matrix * m + row
@@ -199,63 +261,58 @@ def _row_size(stats, addresses, chunk, parts, count, matrix, row, m, n, PACKETS:
     return e, tl.load(squares, mask=mask, other=0.0)
 
 
-@triton.jit(do_not_specialize=["count", "chunk"])
-def scales_kernel(
-    stats, addresses, chunk, parts, count, m, n, size, PACKETS: tl.constexpr, BLOCK: tl.constexpr
-):
+@triton.jit(do_not_specialize=["count"])
+def scales_kernel(stats, addresses, count, m, size, PACKETS: tl.constexpr, BLOCK: tl.constexpr):
     """Compute the row factors that scale a matrix to Frobenius norm `size`.
 
-    With PACKETS, the matrix has arrived from other ranks (see packets.py).
+    With PACKETS, the matrix has arrived from other ranks in m packets (see packets.py).
     """
     matrix = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK)
     top = tl.full((BLOCK,), -126.0, tl.float32)
     for start in range(0, m, BLOCK):
-        e, q = _row_size(
-            stats, addresses, chunk, parts, count, matrix, start + index, m, n, PACKETS
-        )
+        e, q = _row_size(stats, addresses, count, matrix, start + index, m, PACKETS)
         top = tl.maximum(top, tl.where(q == 0.0, -126.0, e))
     highest = tl.max(top, axis=0)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, m, BLOCK):
-        e, q = _row_size(
-            stats, addresses, chunk, parts, count, matrix, start + index, m, n, PACKETS
-        )
+        e, q = _row_size(stats, addresses, count, matrix, start + index, m, PACKETS)
         total += q * tl.exp2(2.0 * (e - highest))
     factor = size / divisor(tl.sqrt(tl.sum(total, axis=0)))
     for start in range(0, m, BLOCK):
-        e, _ = _row_size(
-            stats, addresses, chunk, parts, count, matrix, start + index, m, n, PACKETS
-        )
+        e, _ = _row_size(stats, addresses, count, matrix, start + index, m, PACKETS)
         pointer = stats + FACTOR * count * m + matrix * m + start + index
         tl.store(pointer, factor * tl.exp2(e - highest), mask=start + index < m)
 
 
-@triton.jit(do_not_specialize=["count", "chunk"])
+@triton.jit(do_not_specialize=["count"])
 def normalize_kernel(
-    stats, raw, out, addresses, chunk, parts, stride, count, m, n, tiles,
+    stats, raw, out, addresses, stride, count, m, n, packets, first, start, width, tiles,
     TRANSPOSE: tl.constexpr, PACKETS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Multiply rows by their factors; with TRANSPOSE, store the result as (n, m)."""
+    """Multiply rows by their factors; with TRANSPOSE, store the result as (n, m).
+
+    With PACKETS, these are the rows of one column part: `width` columns from `start`, in the
+    packets from `first` on. Otherwise there is one part, the matrix itself.
+    """
     matrix = tl.program_id(1).to(tl.int64)
     row = (tl.program_id(0) // tiles) * TILE + tl.arange(0, TILE)
     column = (tl.program_id(0) % tiles) * TILE + tl.arange(0, TILE)
-    factor = tl.load(stats + FACTOR * count * m + matrix * m + row, mask=row < m, other=0.0)
-    inside = (row[:, None] < m) & (column[None, :] < n)
-    offset = row[:, None] * n + column[None, :]
+    place = stats + FACTOR * count * packets + matrix * packets + first + row
+    factor = tl.load(place, mask=row < m, other=0.0)
+    inside = (row[:, None] < m) & (column[None, :] < width)
     if PACKETS:
-        at = row_address(addresses, matrix, row, row < m, chunk, parts, n + HEADER)
-        packet = tl.multiple_of(at.to(tl.pointer_type(tl.float16)), 16)
-        source = packet[:, None] + HEADER + column[None, :]
+        source = entries(packet_address(addresses, matrix, packets, first + row, row < m), column)
     else:
-        source = raw + matrix * stride + offset
+        source = raw + matrix * stride + row[:, None] * n + column[None, :]
     X = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     X = (X * factor[:, None]).to(out.dtype.element_ty)
     if TRANSPOSE:
-        inside = (column[:, None] < n) & (row[None, :] < m)
-        offset = column[:, None] * m + row[None, :]
+        inside = (column[:, None] < width) & (row[None, :] < m)
+        offset = (start + column[:, None]) * m + row[None, :]
         tl.store(out + matrix * stride + offset, tl.trans(X), mask=inside)
     else:
+        offset = row[:, None] * n + start + column[None, :]
         tl.store(out + matrix * stride + offset, X, mask=inside)
 
 
@@ -373,10 +430,52 @@ def _new_radius(
 
 
 @triton.jit
+def _step(
+    table, scalars, stats, work, stride, count, m, n, whole_n, scale, matrix, row, in_rows, inside,
+    dense_offset, FACTORS: tl.constexpr, SHARDED: tl.constexpr, STORE: tl.constexpr,
+):  # fmt: skip
+    """Return lr kappa scale Q, with NorMuon's factors; if STORE, its new v is stored."""
+    if SHARDED:
+        start = tl.load(table + matrix * ENTRY + RESULT)
+        packet = start + row.to(tl.int64) * (2 * (n + HEADER * FACTORS))
+        column = tl.arange(0, inside.shape[1])
+        if FACTORS:
+            source = entries(packet, column)
+        else:
+            base = tl.multiple_of(packet.to(tl.pointer_type(tl.float16)), 16)
+            source = base[:, None] + column[None, :]
+    else:
+        source = work + matrix * stride + dense_offset
+    step = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    step = step * (tl.load(scalars + STEP) * scale)
+    if FACTORS:
+        if SHARDED:
+            q = tl.load(header(packet), mask=in_rows, other=0.0)
+            restore = tl.load(header(packet) + 1, mask=in_rows, other=0.0)
+            pointer, v = _moment(table, matrix, SECOND_MOMENT, row, in_rows)
+            beta = tl.load(scalars + ROW_BETA)
+            v = (1.0 - beta) * (q / whole_n) + beta * v
+            if STORE:
+                tl.debug_barrier()  # see _new_radius
+                tl.store(pointer, v, mask=in_rows)
+            factor = restore / divisor(tl.sqrt(v))
+        else:
+            place = stats + FACTOR * count * m + matrix * m + row
+            factor = tl.load(place, mask=in_rows, other=0.0)
+        step *= factor[:, None]
+    return step
+
+
+@triton.jit
 def _direction(
-    W, g, table, matrix, in_rows, inside, offset, MAXIMIZE: tl.constexpr, TYPE: tl.constexpr
-):
-    """Return unit rows. A zero row has the direction -G; G is read for such rows only."""
+    W, table, sums, count, m, matrix, row, in_rows, inside, offset,
+    MAXIMIZE: tl.constexpr, SUMMED: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """Return lengths and unit rows. A zero row has the direction -G; G is read only for such."""
+    if SUMMED:
+        g = tl.sqrt(summed(sums, WEIGHT_SQUARES, count, m, matrix, row, in_rows)).to(tl.float32)
+    else:
+        g = row_norm(W)
     length = g
     empty = (g == 0.0) & in_rows
     if tl.max(empty.to(tl.int32), axis=0) > 0:
@@ -384,23 +483,67 @@ def _direction(
         if not MAXIMIZE:
             G = -G
         W = tl.where(empty[:, None], G, W)
-        length = tl.where(empty, row_norm(G), g)
-    return W / divisor(length)[:, None]
+        if SUMMED:
+            squares = summed(sums, GRADIENT_SQUARES, count, m, matrix, row, in_rows)
+            slope = tl.sqrt(squares).to(tl.float32)
+        else:
+            slope = row_norm(G)
+        length = tl.where(empty, slope, g)
+    return g, W / divisor(length)[:, None]
 
 
 @triton.jit
-def _retracted(U, step, g, length, table, matrix, row, in_rows, CHART: tl.constexpr):
-    """Return the rows after the step, with their new lengths."""
+def _moved(U, step, g, table, matrix, row, in_rows, CHART: tl.constexpr):
+    """Return the rows after the step, not of unit length."""
     if CHART == WEIGHT_NORM:
-        stored = state_at(table, matrix, STORED_NORM, row)
-        rho = tl.load(stored, mask=in_rows, other=0.0)
-        rho = tl.where(rho == 0.0, g, rho)
-        R = tl.where((rho == 0.0)[:, None], U, rho[:, None] * U - step)
+        rho = _stored_norm(table, matrix, row, in_rows, g)
+        return tl.where((rho == 0.0)[:, None], U, rho[:, None] * U - step)
+    return U - step
+
+
+@triton.jit(
+    do_not_specialize=["count"], do_not_specialize_on_alignment=["sums", "squares"]
+)
+def moved_kernel(
+    table, scalars, sums, squares, count, m, n, whole_n, scale,
+    CHART: tl.constexpr, FACTORS: tl.constexpr, MAXIMIZE: tl.constexpr,
+    W_TYPE: tl.constexpr, G_TYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Sum the squares of the moved rows over this rank's columns, for rows that ranks share."""
+    matrix = tl.program_id(1).to(tl.int64)
+    row, _, inside, offset, dense_offset = offsets(table, matrix, m, n, ROWS, COLUMNS)
+    in_rows = row < m
+    step = _step(
+        table, scalars, sums, sums, 0, count, m, n, whole_n, scale, matrix, row, in_rows, inside,
+        dense_offset, FACTORS, True, False,
+    )  # fmt: skip
+    W = read(table, matrix, WEIGHT, offset, inside, W_TYPE)
+    g, U = _direction(
+        W, table, sums, count, m, matrix, row, in_rows, inside, offset, MAXIMIZE, True, G_TYPE
+    )
+    R = _moved(U, step, g, table, matrix, row, in_rows, CHART)
+    tl.store(squares + matrix * m + row, row_sum(R, R), mask=in_rows)
+
+
+@triton.jit
+def _retracted(
+    U, step, g, length, table, squares, matrix, row, m, in_rows,
+    CHART: tl.constexpr, SUMMED: tl.constexpr,
+):  # fmt: skip
+    """Return the rows after the step, with their new lengths."""
+    R = _moved(U, step, g, table, matrix, row, in_rows, CHART)
+    if SUMMED:
+        norm = tl.load(squares + matrix * m + row, mask=in_rows, other=0.0)
+        norm = tl.sqrt(norm).to(tl.float32)
+    elif CHART == WEIGHT_NORM:
         norm = row_norm(R)
-        tl.store(stored, tl.where(rho == 0.0, 0.0, norm), mask=in_rows)
     else:
-        R = U - step
         norm = tl.sqrt(tl.sum(R * R, axis=1))
+    if CHART == WEIGHT_NORM:
+        rho = _stored_norm(table, matrix, row, in_rows, g)
+        stored = state_at(table, matrix, STORED_NORM, row)
+        tl.debug_barrier()  # see _new_radius
+        tl.store(stored, tl.where(rho == 0.0, 0.0, norm), mask=in_rows)
     return R * (length / divisor(norm))[:, None]
 
 
@@ -427,18 +570,22 @@ def _chord(W, new):
     return tl.where((g == 0.0) | (norm == 0.0), float("nan"), chord)
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["bias_corrections"])
+@triton.jit(
+    do_not_specialize=["count"],
+    do_not_specialize_on_alignment=["bias_corrections", "sums", "squares"],
+)
 def after_kernel(
-    table, scalars, bias_corrections, stats, work, stride, count, m, n, scale,
-    CHART: tl.constexpr, RADIUS: tl.constexpr, FACTORS: tl.constexpr, MAXIMIZE: tl.constexpr,
-    NOISE: tl.constexpr, OBSERVED: tl.constexpr, SHARDED: tl.constexpr,
-    W_TYPE: tl.constexpr, G_TYPE: tl.constexpr, M_TYPE: tl.constexpr,
+    table, scalars, bias_corrections, stats, sums, squares, work, stride, count, m, n, whole_n,
+    scale, CHART: tl.constexpr, RADIUS: tl.constexpr, FACTORS: tl.constexpr,
+    MAXIMIZE: tl.constexpr, NOISE: tl.constexpr, OBSERVED: tl.constexpr, SHARDED: tl.constexpr,
+    SUMMED: tl.constexpr, W_TYPE: tl.constexpr, G_TYPE: tl.constexpr, M_TYPE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Update W and its row state from Q, which is the work buffer times `scale`.
 
-    If OBSERVED, also store how far the rows of the stored weight have turned. If SHARDED, these are
-    this rank's rows of a matrix, and those of Q are where they arrived.
+    If OBSERVED, also store how far the rows of the stored weight have turned. If SHARDED, this is
+    this rank's part of a matrix with `whole_n` columns, and that of Q is where it arrived. If
+    SUMMED, ranks share its rows: `sums` and `squares` have the sums over all columns.
     """
     matrix = tl.program_id(1).to(tl.int64)
     row, column, inside, offset, dense_offset = offsets(table, matrix, m, n, ROWS, COLUMNS)
@@ -449,32 +596,32 @@ def after_kernel(
         mean_pointer, past = _moment(table, matrix, EXP_AVG, row, in_rows)
         square_pointer, square = _moment(table, matrix, EXP_AVG_SQ, row, in_rows)
     W = read(table, matrix, WEIGHT, offset, inside, W_TYPE)
-    if SHARDED:  # noqa: SIM108
-        Q = address(table, matrix, RESULT, tl.float16, 16)
-    else:
-        Q = work + matrix * stride
-    step = tl.load(Q + dense_offset, mask=inside, other=0.0).to(tl.float32)
-    step = step * (tl.load(scalars + STEP) * scale)
-    if FACTORS:
-        step *= tl.load(row_stats + FACTOR * count * m, mask=in_rows, other=0.0)[:, None]
+    step = _step(
+        table, scalars, stats, work, stride, count, m, n, whole_n, scale, matrix, row, in_rows,
+        inside, dense_offset, FACTORS, SHARDED, True,
+    )  # fmt: skip
     decay = tl.load(scalars + DECAY)
     if CHART == FLAT:
         new = decay * W - step
     else:
-        g = row_norm(W)
-        U = _direction(W, g, table, matrix, in_rows, inside, offset, MAXIMIZE, G_TYPE)
+        g, U = _direction(
+            W, table, sums, count, m, matrix, row, in_rows, inside, offset, MAXIMIZE, SUMMED, G_TYPE
+        )
         length = g * decay
         if RADIUS != FIXED:
             length = _new_radius(
                 length, r, past, square, mean_pointer, square_pointer, in_rows, scalars,
                 bias_corrections, matrix, RADIUS,
             )  # fmt: skip
-        new = _retracted(U, step, g, length, table, matrix, row, in_rows, CHART)
+        new = _retracted(
+            U, step, g, length, table, squares, matrix, row, m, in_rows, CHART, SUMMED
+        )
         if RADIUS == ADAM:
             _negate_momentum(table, matrix, (length < 0.0) & in_rows, offset, inside, M_TYPE)
     weight = address(table, matrix, WEIGHT, W_TYPE, 16)
     if SHARDED:
         row += tl.load(table + matrix * ENTRY + FIRST_ROW).to(tl.int32)
+        column += tl.load(table + matrix * ENTRY + FIRST_COLUMN).to(tl.int32)
     stored = _rounded(new, row, column, scalars, NOISE, W_TYPE)
     tl.store(weight + offset, stored, mask=inside)
     if OBSERVED:
