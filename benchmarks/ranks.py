@@ -2,7 +2,9 @@
 
     python benchmarks/ranks.py --shapes gpt124 llama1b --json results/ranks.json
 
-Hidden matrices, float32, random gradients, sharded by rows as under FSDP2. The process group is
+Hidden matrices, float32, random gradients, in one of these placements: `rows` (FSDP2), `columns`
+(row-parallel layers), `hsdp` (rows on the 8 ranks of a node, copied to every node), `ddp` (plain
+copies, whose ranks share the work where the cost model says that it pays). The process group is
 torch's fake one: collectives return at once with arbitrary contents, so `ms` is the step without
 the wire. `wire_ms` is modelled: the bytes that the busiest rank sends or receives over the
 bandwidths below, which are stated, not measured. With one rank the step is the ordinary one.
@@ -13,6 +15,7 @@ bandwidths below, which are stated, not measured. With one rank the step is the 
 import argparse
 import gc
 import json
+import os
 import time
 from importlib import import_module
 from pathlib import Path
@@ -24,7 +27,7 @@ from shapes import SHAPES, Shape, divided
 from step_time import peak_above, time_steps
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import angular_muown as library
@@ -54,36 +57,49 @@ def all_to_all_single(*_: Any, **__: Any) -> Done:
     return Done()
 
 
-def stand_in_for_the_others(ranks: int) -> None:
+def stand_in_for_the_others() -> None:
     """Give the answers that other ranks would give: the fake group fills in none."""
     dist.all_to_all_single = all_to_all_single  # pyrefly: ignore
 
     def all_gather(output: Tensor, part: Tensor, rank_group: RankGroup) -> None:
-        output.view(ranks, -1).copy_(part)
+        output.view(rank_group.size, -1).copy_(part)
 
     agreement.all_gather = all_gather
-    agreement.Agreement._gather = lambda self, mine: [mine] * ranks
+    agreement.Agreement._gather = lambda self, mine: [mine] * self.rank_group.size
 
 
-def sharded(whole: Shape, mesh: DeviceMesh, device: str) -> DTensor:
+def mesh_of(placement: str, ranks: int, device: str) -> tuple[DeviceMesh | None, list[Any]]:
+    """The mesh of all ranks and the placement on it; no mesh for plain parameters."""
+    if placement == "ddp" or ranks == 1:
+        return None, []
+    if placement == "hsdp":
+        shape = (ranks // NODE, NODE)
+        mesh = init_device_mesh(device, shape, mesh_dim_names=("copies", "shards"))
+        return mesh, [Replicate(), Shard(0)]
+    return init_device_mesh(device, (ranks,)), [Shard(("rows", "columns").index(placement))]
+
+
+def sharded(whole: Shape, mesh: DeviceMesh, kinds: list[Any], device: str) -> DTensor:
     """Rank 0's part of a random matrix, and its place in the whole."""
-    rows = -(-whole[0] // mesh.size())
-    local = torch.randn(rows, *whole[1:], device=device) * 0.02
-    stride = torch.empty(whole, device="meta").stride()
+    sides = list(whole)
+    for size, kind in zip(mesh.shape, kinds, strict=True):
+        if isinstance(kind, Shard):
+            sides[kind.dim] = -(-sides[kind.dim] // size)
+    part, stride = torch.randn(sides, device=device), torch.empty(whole, device="meta").stride()
     return DTensor.from_local(
-        local, mesh, [Shard(0)], run_check=False, shape=torch.Size(whole), stride=stride
+        0.02 * part, mesh, kinds, run_check=False, shape=torch.Size(whole), stride=stride
     )
 
 
-def parameters(shapes: list[Shape], ranks: int, device: str) -> list[nn.Parameter]:
-    mesh = init_device_mesh(device, (ranks,)) if ranks > 1 else None
+def parameters(
+    shapes: list[Shape], ranks: int, device: str, placement: str = "rows"
+) -> list[nn.Parameter]:
+    mesh, kinds = mesh_of(placement, ranks, device)
 
     def tensor(shape: Shape) -> Tensor:
-        return (
-            torch.randn(shape, device=device) * 0.02
-            if mesh is None
-            else sharded(shape, mesh, device)
-        )
+        if mesh is None:
+            return torch.randn(shape, device=device) * 0.02
+        return sharded(shape, mesh, kinds, device)
 
     params = [nn.Parameter(tensor(shape)) for shape in shapes]
     for p, shape in zip(params, shapes, strict=True):
@@ -104,6 +120,8 @@ def wire(optimizer: torch.optim.Optimizer, ranks: int) -> dict[str, float]:
     if not isinstance(optimizer, Engine) or ranks == 1:
         return {}
     plans = optimizer.exchange_plan().assignments
+    if not plans:
+        return {"sent_mb": 0.0, "received_mb": 0.0, "wire_ms": 0.0}  # each rank steps alone
     sent, received = (sum(float(plan.traffic[i].max()) for plan in plans) for i in (0, 1))
     busiest = max(sent, received)
     far = max(0, ranks - NODE) / max(1, ranks - 1)  # of the peers, those on other nodes
@@ -117,9 +135,9 @@ def measure(
     device, cuda = arguments.device, arguments.device.startswith("cuda")
     if ranks > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-        stand_in_for_the_others(ranks)
+        stand_in_for_the_others()
     try:
-        params = parameters(shapes, ranks, device)
+        params = parameters(shapes, ranks, device, arguments.placement)
         optimizer = make(name, params)
         start = time.perf_counter()
         optimizer.step()
@@ -172,6 +190,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 8, 64, 512])
     parser.add_argument("--optimizers", nargs="+", default=["AngularMuown"])
+    parser.add_argument(
+        "--placement", choices=("rows", "columns", "hsdp", "ddp"), default="rows"
+    )
     parser.add_argument("--eager", action="store_true", help="without kernels on shards")
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
     parser.add_argument("--steps", type=int, default=20)
@@ -182,6 +203,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
+    os.environ["LOCAL_WORLD_SIZE"] = str(NODE)
     if arguments.eager:
         session.covers_shards = lambda p, windows, layout, group: False
     cuda = arguments.device.startswith("cuda")

@@ -1,4 +1,4 @@
-"""The hidden matrices of three models."""
+"""The hidden matrices of some models."""
 
 from collections.abc import Callable
 
@@ -9,14 +9,27 @@ def gpt124(layers: int = 12) -> list[Shape]:
     return [*[(768, 768)] * 4 * layers, *[(2048, 768)] * 2 * layers, *[(768, 2048)] * layers]
 
 
-def llama1b(layers: int = 16) -> list[Shape]:
+def llama(width: int, heads: int, hidden: int, layers: int) -> list[Shape]:
+    """q and o, k and v (`heads` rows each), gate and up, down."""
     layer: list[Shape] = [
-        *[(2048, 2048)] * 2,
-        *[(512, 2048)] * 2,
-        *[(8192, 2048)] * 2,
-        (2048, 8192),
+        *[(width, width)] * 2,
+        *[(heads, width)] * 2,
+        *[(hidden, width)] * 2,
+        (width, hidden),
     ]
     return layer * layers
+
+
+def llama1b(layers: int = 16) -> list[Shape]:
+    return llama(2048, 512, 8192, layers)
+
+
+def llama8b(layers: int = 32) -> list[Shape]:
+    return llama(4096, 1024, 14336, layers)
+
+
+def llama70b(layers: int = 80) -> list[Shape]:
+    return llama(8192, 1024, 28672, layers)
 
 
 def moe(layers: int = 14) -> list[Shape]:
@@ -28,6 +41,8 @@ def moe(layers: int = 14) -> list[Shape]:
 SHAPES: dict[str, Callable[..., list[Shape]]] = {
     "gpt124": gpt124,
     "llama1b": llama1b,
+    "llama8b": llama8b,
+    "llama70b": llama70b,
     "moe1.1b": moe,
 }
 

@@ -247,9 +247,10 @@ class Engine(torch.optim.Optimizer):
         states = ensure_states(self.state, with_state, batch.group, batch.recipe)
         options.check_fit({i: self.param_groups[i] for i in batch.indices}, with_state, states)
         batch.params, batch.states = params, states_of(states, with_state, params)
-        of_shared = states_of(states, with_state, [one.parameter for one in batch.shared])
-        for one, state in zip(batch.shared, of_shared, strict=True):
-            one.state = state
+        if batch.shared:
+            of_shared = states_of(states, with_state, [one.parameter for one in batch.shared])
+            for one, state in zip(batch.shared, of_shared, strict=True):
+                one.state = state
 
     def _groups_that_count(
         self, active: list[list[Tensor]], shared: "Sequence[SharedParameter]"

@@ -74,26 +74,28 @@ def _readable(momentum: Tensor) -> torch.dtype:
 class Operands:
     """The tensors of all members of a step, and their addresses.
 
-    `refresh` finds out cheaply that they still are what the kernels can read. Only gradients may
-    be others than in the last step.
+    `refresh` finds out that they are still those of the last step, except for gradients. It runs
+    for every parameter at every step, so it goes over them in built-in functions.
     """
 
     def __init__(self, members: Sequence[SharedParameter]) -> None:
         self.each = [Operand.of(shared) for shared in members]
-        self.params = [shared.parameter for shared in members]
+        self.params: list[Any] = [shared.parameter for shared in members]
         self.dtypes = [one.dtypes for one in self.each]
-        self.vectors = [tuple(v is not None for v in one.vectors) for one in self.each]
-        columns = [[one.weight for one in self.each], [], [one.momentum for one in self.each]]
-        columns += [[one.vectors[i] for one in self.each] for i in range(len(ROW_STATE))]
-        self.fixed: list[list[Any]] = columns
+        self.weights = [one.weight for one in self.each]
+        self.momenta = [one.momentum for one in self.each]
+        nothing = torch.empty(0, device="cpu")  # for state that the method does not keep
+        columns = zip(*(one.vectors for one in self.each), strict=True)
+        self.vectors = [[nothing if v is None else v for v in column] for column in columns]
         self.gradients = [one.gradient for one in self.each]
         self.gradient_dtypes = [gradient.dtype for gradient in self.gradients]
+        self.gradient_addresses = list(map(Tensor.data_ptr, self.gradients))
         # Copies, of weights or of gradients, have to be made anew in every step.
         self.stand_in = any(
             p.grad is None or one.weight is not local(p) or one.gradient is not local(p.grad)
             for p, one in zip(self.params, self.each, strict=True)
         )
-
+        self.specs = [p._spec for p in self.params] if is_sharded(self.params[0]) else None
         self.remember(members)
 
     def remember(self, members: Sequence[SharedParameter]) -> None:
@@ -105,36 +107,35 @@ class Operands:
         if self.stand_in or not _same(_persistent(members), self.parts):
             return False
         grads: list[Any] = [p.grad for p in self.params]
-        if any(grad is None for grad in grads):
-            return False
-        if is_sharded(self.params[0]):
-            params: list[Any] = self.params
-            if any(
-                grad._spec is not p._spec and grad.placements != p.placements
-                for grad, p in zip(grads, params, strict=True)
+        if self.specs is not None:
+            specs = [getattr(grad, "_spec", None) for grad in grads]
+            if not _same(specs, self.specs) and any(
+                spec is None or spec.placements != own.placements
+                for spec, own in zip(specs, self.specs, strict=True)
             ):
                 return False
             grads = [grad._local_tensor for grad in grads]
-            if any(type(grad) is not Tensor for grad in grads):  # a collective in flight
-                return False
-        fits = (
-            [grad.dtype for grad in grads] == self.gradient_dtypes
-            and all(map(Tensor.is_contiguous, grads))
-            and not any(grad.data_ptr() % ALIGNMENT for grad in grads)
-        )
-        if fits:
-            self.gradients = grads
-        return fits
+        if not set(map(type, grads)) <= {Tensor, torch.nn.Parameter}:  # None, or not there yet
+            return False
+        addresses = list(map(Tensor.data_ptr, grads))
+        moved = addresses != self.gradient_addresses
+        if (
+            not all(map(Tensor.is_contiguous, grads))
+            or [grad.dtype for grad in grads] != self.gradient_dtypes
+            or (moved and any(address % ALIGNMENT for address in addresses))
+        ):
+            return False
+        self.gradients, self.gradient_addresses = grads, addresses
+        return True
 
     @property
     def addresses(self) -> list[list[int]]:
         """Addresses of all weights, then of all gradients, momenta and row vectors."""
-        weights, _, momenta, *vectors = self.fixed
         return [
-            list(map(Tensor.data_ptr, weights)),
-            list(map(Tensor.data_ptr, self.gradients)),
-            list(map(Tensor.data_ptr, momenta)),
-            *([0 if v is None else v.data_ptr() for v in column] for column in vectors),
+            list(map(Tensor.data_ptr, self.weights)),
+            self.gradient_addresses,
+            list(map(Tensor.data_ptr, self.momenta)),
+            *(list(map(Tensor.data_ptr, column)) for column in self.vectors),
         ]
 
 

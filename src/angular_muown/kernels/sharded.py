@@ -549,7 +549,8 @@ def advance_shards(
 def fused_key(members: Sequence[SharedParameter], operands: Operands) -> tuple[Any, ...]:
     """What the tables and launches depend on, besides the exchange group's plan."""
     devices = [one.weight.device for one in operands.each]
-    return _choices(members), operands.dtypes, operands.vectors, devices
+    vectors = [[v is not None for v in one.vectors] for one in operands.each]
+    return _choices(members), operands.dtypes, vectors, devices
 
 
 def _choices(members: Sequence[SharedParameter]) -> list[tuple[int, Choices]]:
