@@ -190,9 +190,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 8, 64, 512])
     parser.add_argument("--optimizers", nargs="+", default=["AngularMuown"])
-    parser.add_argument(
-        "--placement", choices=("rows", "columns", "hsdp", "ddp"), default="rows"
-    )
+    parser.add_argument("--placement", choices=("rows", "columns", "hsdp", "ddp"), default="rows")
     parser.add_argument("--eager", action="store_true", help="without kernels on shards")
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
     parser.add_argument("--steps", type=int, default=20)

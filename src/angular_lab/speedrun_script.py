@@ -49,12 +49,16 @@ def runs_on(device: torch.device) -> bool:
     return False
 
 
-def knows_shards(recipe: object) -> bool:
+def knows(recipe: object) -> bool:
     return False
 
 
 def covers_shards(*_: object) -> bool:
     return False
+
+
+def sharing_pays(*_: object) -> bool:
+    return True
 
 
 def advance_shards(*_: object) -> None:

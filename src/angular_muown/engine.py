@@ -8,6 +8,7 @@ deepcopy and pickle, and caches may be dropped at any time.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from operator import is_
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -245,12 +246,27 @@ class Engine(torch.optim.Optimizer):
             owned = (p for i in batch.indices for p in self.param_groups[i]["params"])
             with_state = [p for p in owned if id(p) in shared or has_state(p)]
         states = ensure_states(self.state, with_state, batch.group, batch.recipe)
-        options.check_fit({i: self.param_groups[i] for i in batch.indices}, with_state, states)
+        self._check_fit(batch, with_state, states)
         batch.params, batch.states = params, states_of(states, with_state, params)
         if batch.shared:
             of_shared = states_of(states, with_state, [one.parameter for one in batch.shared])
             for one, state in zip(batch.shared, of_shared, strict=True):
                 one.state = state
+
+    def _check_fit(self, batch: Batch, params: list[Tensor], states: list[State]) -> None:
+        """Check that state and parameters fit, unless these DTensors and their state are known to.
+
+        A plain parameter may have been resized since; a DTensor's shape does not change.
+        """
+        groups = {i: self.param_groups[i] for i in batch.indices}
+        if not batch.shared or not all(map(is_sharded, params)):
+            options.check_fit(groups, params, states)
+            return
+        tensors = [*params, *(t for state in states for t in state.values())]
+        known = self._exchange.fitting.get(batch.indices[0], [])
+        if len(known) != len(tensors) or not all(map(is_, known, tensors)):
+            options.check_fit(groups, params, states)
+            self._exchange.fitting[batch.indices[0]] = tensors
 
     def _groups_that_count(
         self, active: list[list[Tensor]], shared: "Sequence[SharedParameter]"

@@ -1,14 +1,18 @@
 """Copies: whether ranks that hold the same matrices share their polar factors, by a cost model.
 
-A rank of k saves (1 - 1/k) of the products and receives (1 - 1/k) of the bytes of Q instead. The
-rates are an H200's; docs/distributed.md has the times that they give. Only kernels are modelled:
-the eager step takes so much longer that sharing always pays.
+With k copies, a rank saves 1 - 1/k of the products that it would compute alone, and receives
+1 - 1/k of the bytes of its part of Q instead. The rates are an H200's; docs/distributed.md has the
+times that they give. Only kernels are modelled: the eager step takes so much longer that sharing
+always pays.
 """
 
 import os
 from collections.abc import Iterable
+from typing import Any
 
-from angular_muown.distributed.mesh import RankGroup
+import torch.distributed as dist
+
+from angular_muown.distributed.mesh import RankGroup, rank_group_of
 from angular_muown.kernels.polar_chain import chain_for, modelled_microseconds
 from angular_muown.stages.orthogonalize import Iteration
 
@@ -19,25 +23,51 @@ WORD = 2  # bytes of an entry of Q
 
 
 def sharing_pays(
-    matrices: Iterable[tuple[int, int]], iteration: Iteration, rank_group: RankGroup
+    matrices: Iterable[tuple[int, int]], iteration: Iteration, rank_group: RankGroup, parts: int
 ) -> bool:
-    """True if a step of these matrices, (m, n) each, is faster if the ranks share it."""
+    """True if a step is faster if the ranks that hold copies share it.
+
+    Args:
+        matrices: rows and columns of each.
+        rank_group: the ranks that hold copies of the same part.
+        parts: into how many parts each copy is sharded. Their ranks have owners of their own.
+    """
     products, entries = 0.0, 0
     for m, n in matrices:
         products += modelled_microseconds(m, n, chain_for(m, n, iteration))
         entries += m * n
     wire = WORD * entries / bandwidth(rank_group)
-    return (1 - 1 / rank_group.size) * (products - wire) > LATENCY
+    return (1 - 1 / rank_group.size) * (products - wire) / parts > LATENCY
+
+
+def ranks_per_node() -> int:
+    """Return what torchrun says; without it, each rank is a node of its own."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+_nodes: dict[Any, RankGroup] = {}  # this node's ranks, by the process group of all ranks
+
+
+def node_of_world() -> RankGroup:
+    """Return the ranks of this node, or all ranks if nodes are unknown or uneven.
+
+    All ranks must call it: the first call makes process groups.
+    """
+    world, size = dist.group.WORLD, ranks_per_node()
+    if size == 1 or dist.get_world_size() % size or dist.get_world_size() == size:
+        return rank_group_of(world)
+    if world not in _nodes:
+        _nodes.clear()  # of a process group that was destroyed
+        _nodes[world] = rank_group_of(dist.new_subgroups(size)[0])
+    return _nodes[world]
 
 
 def bandwidth(rank_group: RankGroup) -> float:
     """Return the bytes per microsecond at which a rank receives what the others have.
 
-    torchrun sets the number of ranks of a node; without it, each rank is a node of its own. Ranks
-    of one node use its network links together, so that each gets what all of them receive.
+    Ranks of one node use its network links together, so that each gets what all of them receive.
     """
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    nodes = {rank // per_node for rank in rank_group.ranks}
+    nodes = {rank // ranks_per_node() for rank in rank_group.ranks}
     if len(nodes) == 1:
         return NVLINK
     return min(NVLINK, NETWORK * len(rank_group.ranks) / len(nodes))

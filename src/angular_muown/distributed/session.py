@@ -10,12 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from angular_muown.distributed.agreement import Agreement
 from angular_muown.distributed.assignment import Assignment, ExchangePlan, MatrixTask
-from angular_muown.distributed.copies import sharing_pays
+from angular_muown.distributed.copies import node_of_world, sharing_pays
 from angular_muown.distributed.exchange import Exchange, PausedStack, SharedParameter, run_rounds
 from angular_muown.distributed.mesh import (
     RankGroup,
@@ -139,10 +138,14 @@ def tasks_of(shared: SharedParameter) -> list[MatrixTask]:
 
 
 def holders_of_copies(process_group: Any) -> RankGroup | None:
-    """Return the ranks that hold copies of plain parameters and may share the work on them."""
+    """Return the ranks that hold copies of plain parameters and may share the work on them.
+
+    By default these are the ranks of this node: results travel by its fast links, and buffers do
+    not grow with the number of nodes.
+    """
     if process_group is False or not has_ranks():
         return None
-    rank_group = rank_group_of(dist.group.WORLD if process_group is None else process_group)
+    rank_group = node_of_world() if process_group is None else rank_group_of(process_group)
     return rank_group if rank_group.size > 1 else None
 
 
@@ -188,6 +191,7 @@ class ExchangeSession:
         self.ranks: list[tuple[int, ...]] = []  # the sets of ranks that shared the last step
         self.cached: dict[int, SharedGroup] = {}  # by index of the group
         self.by_placement: dict[Any, tuple[Sharding | None, bool]] = {}
+        self.fitting: dict[int, list[Tensor]] = {}  # parameters and state that were seen to fit
 
     def shared(
         self, group: Group, index: int, recipe: Recipe, process_group: Any
@@ -200,7 +204,7 @@ class ExchangeSession:
             *(group[name] for name in PLANNED),
             process_group,
             parameter_names(group, index),
-            [(id(p), p.dtype, getattr(p, "_spec", p.shape)) for p in params],
+            [(id(p), p.dtype, getattr(p, "_spec", None) or p.shape) for p in params],
         )
         cached = self.cached.get(index)
         if cached is None or cached.key != key:
@@ -214,9 +218,10 @@ class ExchangeSession:
     def _members(
         self, group: Group, index: int, recipe: Recipe, process_group: Any, known: bool
     ) -> list[SharedParameter]:
-        layout, holders = Layout.of(group), holders_of_copies(process_group)
-        names = parameter_names(group, index)
+        layout, names = Layout.of(group), parameter_names(group, index)
         matrices = [(p, name) for p, name in zip(group["params"], names, strict=True) if p.ndim > 1]
+        plain = not all(is_sharded(p) for p, _ in matrices)
+        holders = holders_of_copies(process_group) if plain else None
         shapes = [
             (block.m, block.n)
             for p, _ in matrices
@@ -267,7 +272,8 @@ class ExchangeSession:
             return sharding
         if by_kernels:
             assert isinstance(recipe.orthogonalize, Iteration), "the kernels know no other"
-            pays = sharing_pays(shapes, recipe.orthogonalize, sharding.replicas)
+            parts = sharding.shards.size
+            pays = sharing_pays(shapes, recipe.orthogonalize, sharding.replicas, parts)
         else:
             pays = is_sharded(p)  # a plain parameter on a GPU may still be covered when alone
         return sharding if pays else sharding.alone

@@ -1,8 +1,9 @@
 """Constants shared by the host and the kernels: table fields and codes for choices. No Triton."""
 
-# A matrix's entry in the table: addresses and strides (int64). An even number keeps entries aligned.
-# The last four are those of a sharded matrix: where its rows leave from (0 if another copy sends
-# them), where those of Q arrive, and which of its rows and columns are this rank's first.
+# A matrix's entry in the table: addresses and strides (int64). Their number is even, which keeps
+# entries aligned. The last four are those of a sharded matrix: where its rows leave from (0 if
+# another copy sends them), where those of Q arrive, and which of its rows and columns are this
+# rank's first.
 WEIGHT, GRADIENT, MOMENTUM, ROW_STRIDE = 0, 1, 2, 3
 STORED_NORM, SECOND_MOMENT, EXP_AVG, EXP_AVG_SQ, STATE_STRIDE = 4, 5, 6, 7, 8
 PACKET, RESULT, FIRST_ROW, FIRST_COLUMN = 9, 10, 11, 12
@@ -20,7 +21,7 @@ EXPONENT, SQUARES, RADIAL, FACTOR = range(4)
 STATS = 4
 CHORD = EXPONENT  # in an observed step, which no longer needs the exponents by then
 
-# Sums over the columns of a row that ranks share, each (count, m) in float64: squares of W, products
+# Sums over the columns of rows that ranks share, each (count, m) in float64: squares of W, products
 # of G and W, squares of G.
 WEIGHT_SQUARES, PRODUCTS, GRADIENT_SQUARES = range(3)
 SUMS = 3

@@ -68,9 +68,7 @@ class Traffic:
         shards, copies = self.sharding.shards, range(self.plan.copies)
         totals, offsets = [], []
         for copy in copies:
-            pairs = [
-                [(i, shards.index) for i in self._owned[copy, r]] for r in range(shards.size)
-            ]
+            pairs = [[(i, shards.index) for i in self._owned[copy, r]] for r in range(shards.size)]
             where, sizes = self._lay_out(pairs, False)
             offsets.append(where)
             totals.append(sum(sizes))

@@ -501,9 +501,7 @@ def _moved(U, step, g, table, matrix, row, in_rows, CHART: tl.constexpr):
     return U - step
 
 
-@triton.jit(
-    do_not_specialize=["count"], do_not_specialize_on_alignment=["sums", "squares"]
-)
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["sums", "squares"])
 def moved_kernel(
     table, scalars, sums, squares, count, m, n, whole_n, scale,
     CHART: tl.constexpr, FACTORS: tl.constexpr, MAXIMIZE: tl.constexpr,
@@ -613,9 +611,7 @@ def after_kernel(
                 length, r, past, square, mean_pointer, square_pointer, in_rows, scalars,
                 bias_corrections, matrix, RADIUS,
             )  # fmt: skip
-        new = _retracted(
-            U, step, g, length, table, squares, matrix, row, m, in_rows, CHART, SUMMED
-        )
+        new = _retracted(U, step, g, length, table, squares, matrix, row, m, in_rows, CHART, SUMMED)
         if RADIUS == ADAM:
             _negate_momentum(table, matrix, (length < 0.0) & in_rows, offset, inside, M_TYPE)
     weight = address(table, matrix, WEIGHT, W_TYPE, 16)
