@@ -57,8 +57,12 @@ def covers_shards(*_: object) -> bool:
     return False
 
 
-def sharing_pays(*_: object) -> bool:
-    return True
+def chain_for(*_: object) -> tuple[object, ...]:
+    return ()
+
+
+def modelled_microseconds(*_: object) -> float:
+    return 0.0
 
 
 def advance_shards(*_: object) -> None:

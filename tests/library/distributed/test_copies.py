@@ -51,7 +51,7 @@ def ranks_of_nodes() -> tuple[int, ...]:
 
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     first, again = node_of_world(), node_of_world()
-    assert first is again, "process groups are made once"
+    assert first.group is again.group, "process groups are made once"
     assert dist.get_process_group_ranks(first.group) == list(first.ranks)
     return first.ranks
 
