@@ -116,16 +116,23 @@ def make(name: str, params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def wire(optimizer: torch.optim.Optimizer, ranks: int) -> dict[str, float]:
-    """Bytes per step of the busiest rank, and their modelled time."""
+    """Bytes per step of the busiest rank, and their modelled time.
+
+    Copies of sharded parameters are on other nodes; all else goes to peers on this node and on
+    others in proportion to their numbers.
+    """
     if not isinstance(optimizer, Engine) or ranks == 1:
         return {}
-    plans = optimizer.exchange_plan().assignments
-    if not plans:
-        return {"sent_mb": 0.0, "received_mb": 0.0, "wire_ms": 0.0}  # each rank steps alone
-    sent, received = (sum(float(plan.traffic[i].max()) for plan in plans) for i in (0, 1))
-    busiest = max(sent, received)
-    far = max(0, ranks - NODE) / max(1, ranks - 1)  # of the peers, those on other nodes
-    seconds = max(busiest * (1 - far) / NVLINK, busiest * far / NETWORK)
+    sent = received = seconds = 0.0
+    for plan in optimizer.exchange_plan().assignments:
+        most_sent, most_received = (float(column.max()) for column in plan.traffic)
+        peers = plan.places if plan.places > 1 else plan.copies
+        far = max(0, peers - NODE) / max(1, peers - 1)
+        gathered = sum(float(plan.gathered(tasks).max()) for tasks in plan.rounds)
+        between = (plan.copies - 1) * gathered if plan.places > 1 else 0.0
+        rest = max(most_sent, most_received) - between
+        seconds += max(rest * (1 - far) / NVLINK, (rest * far + between) / NETWORK)
+        sent, received = sent + most_sent, received + most_received
     return {"sent_mb": sent / 1e6, "received_mb": received / 1e6, "wire_ms": 1e3 * seconds}
 
 

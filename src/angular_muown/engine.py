@@ -241,17 +241,17 @@ class Engine(torch.optim.Optimizer):
         """Make missing state, and select what this rank steps by itself."""
         with_state = params
         if has_ranks():
-            shared = {id(one.parameter): one for one in batch.shared}
-            params = [p for p in params if id(p) not in shared]
-            owned = (p for i in batch.indices for p in self.param_groups[i]["params"])
-            with_state = [p for p in owned if id(p) in shared or has_state(p)]
+            shared = {id(one.parameter) for one in batch.shared}
+            owned = [p for i in batch.indices for p in self.param_groups[i]["params"]]
+            rest = [p for p in owned if id(p) not in shared] if len(shared) < len(owned) else []
+            params = [p for p in rest if p.grad is not None]
+            with_state = [one.parameter for one in batch.shared]
+            with_state += [p for p in rest if has_state(p)]
         states = ensure_states(self.state, with_state, batch.group, batch.recipe)
         self._check_fit(batch, with_state, states)
         batch.params, batch.states = params, states_of(states, with_state, params)
-        if batch.shared:
-            of_shared = states_of(states, with_state, [one.parameter for one in batch.shared])
-            for one, state in zip(batch.shared, of_shared, strict=True):
-                one.state = state
+        for one, state in zip(batch.shared, states, strict=False):
+            one.state = state
 
     def _check_fit(self, batch: Batch, params: list[Tensor], states: list[State]) -> None:
         """Check that state and parameters fit, unless these DTensors and their state are known to.

@@ -204,7 +204,9 @@ class ExchangeSession:
             *(group[name] for name in PLANNED),
             process_group,
             parameter_names(group, index),
-            [(id(p), p.dtype, getattr(p, "_spec", None) or p.shape) for p in params],
+            list(map(id, params)),
+            [p.dtype for p in params],
+            [getattr(p, "_spec", None) or p.shape for p in params],
         )
         cached = self.cached.get(index)
         if cached is None or cached.key != key:

@@ -29,7 +29,7 @@ from angular_muown.update import Recipe
 
 EDGE = 8  # columns of parts start at multiples of it, likewise
 SIDE = 16  # sides, offsets and addresses are multiples of it, for loads 16 bytes wide
-LONGEST_ROW = 16384  # a program holds whole rows in registers
+LONGEST_ROW = 32768  # a program holds whole rows in registers; the longest spill
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 CHARTS: dict[type, int] = {

@@ -223,7 +223,7 @@ def launch_rows(kernel: Any, m: int, n: int, count: int, *args: Any) -> None:
     """Launch a row kernel over `count` matrices of m rows with `args`, followed by the tile."""
     columns = triton.next_power_of_2(n)
     height = max(1, ROW_ELEMENTS // columns)
-    warps = min(16, max(4, height * columns // 1024))
+    warps = min(32, max(4, height * columns // 1024))
     kernel[triton.cdiv(m, height), count](*args, height, columns, num_warps=warps)
 
 

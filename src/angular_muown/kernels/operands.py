@@ -140,9 +140,10 @@ class Operands:
 
 
 def _persistent(members: Sequence[SharedParameter]) -> list[Any]:
-    """Return this rank's part of every parameter and of all its state."""
+    """Return every parameter, its state, and this rank's part of the parameter."""
     tensors = [t for shared in members for t in (shared.parameter, *shared.state.values())]
-    return [getattr(t, "_local_tensor", t) for t in tensors]
+    # FSDP2 gives a parameter another part at times, such as after loading a state dict.
+    return [*tensors, *(getattr(shared.parameter, "_local_tensor", None) for shared in members)]
 
 
 def _same(a: Sequence[Any], b: Sequence[Any]) -> bool:

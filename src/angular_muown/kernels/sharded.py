@@ -321,6 +321,7 @@ class FusedExchange:
         ]
         self._allocate(members)
         self._allocate_sums()
+        self.draws = any(self.choices[k.group].draws(k.dtypes[0]) for k in self.kinds)
         summed = [rows for one in self.rounds for rows in one.local if rows.summed]
         self.sum_rows = Recording(lambda: self._sum_rows(summed), summed, self.device)
 
@@ -500,11 +501,14 @@ class FusedExchange:
         """The kinds' scalars, then two bias corrections for each entry."""
         by_group = {shared.index: shared for shared in members}
         values: list[float] = []
+        rates = {
+            i: tuple(float(rate) for rate in learning_rates(shared.group, torch.float32))
+            for i, shared in by_group.items()
+        }
         for kind in self.kinds:
             shared = by_group[kind.group]
-            group, recipe = shared.group, shared.recipe
-            lr, radius_lr = (float(rate) for rate in learning_rates(group, torch.float32))
-            values += host_kind_scalars(group, recipe, lr, radius_lr, kind.m, kind.n)
+            sides = (kind.m, kind.n)
+            values += host_kind_scalars(shared.group, shared.recipe, *rates[kind.group], *sides)
         end = len(values)
         counts = [t + 1 for t in self.counters.tolist()]
         if len(by_group) == 1 and len(set(counts)) == 1:  # the usual case
@@ -514,9 +518,10 @@ class FusedExchange:
             for k in self.member_of_entry:
                 values += bias_corrections(members[k].recipe, counts[k])
         out = torch.tensor(values, dtype=torch.float32, device="cpu")
-        seeds = [as_int32(hash_seed(by_group[kind.group].group["step"])) for kind in self.kinds]
-        words = torch.tensor(seeds, dtype=torch.int64, device="cpu").to(torch.int32)
-        out.view(torch.int32)[SEED:end:SCALARS] = words
+        if self.draws:
+            seeds = [as_int32(hash_seed(by_group[kind.group].group["step"])) for kind in self.kinds]
+            words = torch.tensor(seeds, dtype=torch.int64, device="cpu").to(torch.int32)
+            out.view(torch.int32)[SEED:end:SCALARS] = words
         return out
 
 

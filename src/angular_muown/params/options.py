@@ -44,8 +44,8 @@ class CommonOptions(TypedDict, total=False):
             of the steps so far (0.1: about the last tenth) or over a number of steps. None keeps
             none. It takes 4 bytes per parameter and does not affect training.
         process_group: ranks that hold copies of plain parameters (DDP) and share the work. None is
-            the default group (on a GPU every rank works alone); False makes every rank work alone.
-            DTensors (FSDP2, tensor parallel) define their own ranks.
+            this node's ranks, on a GPU only where a cost model says that sharing is faster; False
+            makes every rank work alone. DTensors (FSDP2, tensor parallel) define their own ranks.
         wire_dtype: dtype of matrices in transit between ranks, "float32", "float64" or "bfloat16";
             None is the dtype the polar factor is computed in.
     """

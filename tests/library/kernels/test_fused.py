@@ -151,6 +151,7 @@ def test_fused_steps_match_float64(optimizer: Member, values: dict[str, Any]) ->
     [
         ((144, 160), {}),
         ((176, 304), {}),
+        ((128, 16400), {}),
         ((384, 144), {"blocks": 3}),
         ((272, 128), {"blocks": [128, 144]}),
         ((144, 256), {"column_blocks": 2}),
