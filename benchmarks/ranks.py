@@ -141,6 +141,9 @@ def measure(
 ) -> dict[str, Any]:
     device, cuda = arguments.device, arguments.device.startswith("cuda")
     if ranks > 1:
+        # what torchrun would say
+        os.environ["LOCAL_WORLD_SIZE"] = str(min(ranks, NODE))
+        os.environ["GROUP_WORLD_SIZE"] = str(-(-ranks // NODE))
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
         stand_in_for_the_others()
     try:
@@ -208,7 +211,6 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
-    os.environ["LOCAL_WORLD_SIZE"] = str(NODE)
     if arguments.eager:
         session.covers_shards = lambda p, windows, layout, group: False
     cuda = arguments.device.startswith("cuda")

@@ -8,7 +8,6 @@ deepcopy and pickle, and caches may be dropped at any time.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from operator import is_
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -263,10 +262,12 @@ class Engine(torch.optim.Optimizer):
             options.check_fit(groups, params, states)
             return
         tensors = [*params, *(t for state in states for t in state.values())]
-        known = self._exchange.fitting.get(batch.indices[0], [])
-        if len(known) != len(tensors) or not all(map(is_, known, tensors)):
+        known = self._exchange.fitting
+        # By id, to keep no tensor that the caller frees. A new tensor with the id of an old one
+        # would be noticed by the exchange, which checks shapes where tensors have moved.
+        if known.get(batch.indices[0]) != (ids := list(map(id, tensors))):
             options.check_fit(groups, params, states)
-            self._exchange.fitting[batch.indices[0]] = tensors
+            known[batch.indices[0]] = ids
 
     def _groups_that_count(
         self, active: list[list[Tensor]], shared: "Sequence[SharedParameter]"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from angular_muown.distributed.mesh import has_ranks, local, whole
+from angular_muown.distributed.mesh import has_ranks, is_sharded, local, whole
 from angular_muown.engine import Engine
 from angular_muown.params.layout import Layout
 from angular_muown.params.options import ENGINE_DEFAULTS, Values
@@ -200,7 +200,8 @@ class AngleMonitor:
             return ()
         from angular_muown.distributed.session import rank_groups_of
 
-        return rank_groups_of(p, self.optimizer._all_shared())
+        shared = [] if is_sharded(p) else self.optimizer._all_shared()
+        return rank_groups_of(p, shared)
 
     def _add_observed(self, name: str, p: Tensor) -> None:
         rank_groups, totals = self._rank_groups(p), self._observed.get(name, {})

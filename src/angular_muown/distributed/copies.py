@@ -2,8 +2,7 @@
 
 With k copies, a rank saves 1 - 1/k of the products that it would compute alone, and receives
 1 - 1/k of the bytes of its part of Q instead. The rates are an H200's; docs/distributed.md has the
-times that they give. Only kernels are modelled: the eager step takes so much longer that sharing
-always pays.
+times that they give. Only kernels are modelled.
 """
 
 import os
@@ -41,8 +40,9 @@ def sharing_pays(
 
 
 def ranks_per_node() -> int:
-    """Return what torchrun says; without it, each rank is a node of its own."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    """Return what torchrun says; 1 if nodes are unknown or uneven, on all ranks alike."""
+    size, nodes = (int(os.environ.get(f"{name}_WORLD_SIZE", 1)) for name in ("LOCAL", "GROUP"))
+    return size if size * nodes == dist.get_world_size() else 1
 
 
 _nodes: dict[Any, RankGroup] = {}  # this node's ranks, by the process group of all ranks
@@ -54,7 +54,7 @@ def node_of_world() -> RankGroup:
     All ranks must call it: the first call makes process groups.
     """
     world, size = dist.group.WORLD, ranks_per_node()
-    if size == 1 or dist.get_world_size() % size or dist.get_world_size() == size:
+    if size in (1, dist.get_world_size()):
         return rank_group_of(world)
     if world not in _nodes:
         _nodes.clear()  # of a process group that was destroyed
@@ -67,7 +67,8 @@ def bandwidth(rank_group: RankGroup) -> float:
 
     Ranks of one node use its network links together, so that each gets what all of them receive.
     """
-    nodes = {rank // ranks_per_node() for rank in rank_group.ranks}
+    size = ranks_per_node()
+    nodes = {rank // size for rank in rank_group.ranks}
     if len(nodes) == 1:
         return NVLINK
     return min(NVLINK, NETWORK * len(rank_group.ranks) / len(nodes))

@@ -191,7 +191,7 @@ class ExchangeSession:
         self.ranks: list[tuple[int, ...]] = []  # the sets of ranks that shared the last step
         self.cached: dict[int, SharedGroup] = {}  # by index of the group
         self.by_placement: dict[Any, tuple[Sharding | None, bool]] = {}
-        self.fitting: dict[int, list[Tensor]] = {}  # parameters and state that were seen to fit
+        self.fitting: dict[int, list[int]] = {}  # ids of parameters and state that were seen to fit
 
     def shared(
         self, group: Group, index: int, recipe: Recipe, process_group: Any
@@ -228,7 +228,7 @@ class ExchangeSession:
             (block.m, block.n)
             for p, _ in matrices
             for block in layout.grid(*layout.sides(p.shape))
-            for _ in range(p.shape[:-2].numel() if layout.view == "stack" else 1)
+            for _ in range(local(p).shape[:-2].numel() if layout.view == "stack" else 1)
         ]
         settings = (layout, known, recipe.orthogonalize, *(group[name] for name in PLANNED))
         members = []
@@ -244,7 +244,7 @@ class ExchangeSession:
                     and covers_shards(p, sharding.windows, layout, group)
                 )
                 if sharding is not None and sharding.replicas.size > 1:
-                    choice = (by_kernels, is_sharded(p) or process_group is None)
+                    choice = (known, by_kernels, is_sharded(p) or process_group is None)
                     sharding = self._with_copies(sharding, p, shapes, recipe, *choice)
                 self.by_placement[placement] = sharding, by_kernels
             sharding, by_kernels = self.by_placement[placement]
@@ -261,6 +261,7 @@ class ExchangeSession:
         p: Tensor,
         shapes: Sequence[tuple[int, int]],
         recipe: Recipe,
+        known: bool,
         by_kernels: bool,
         may_choose: bool,
     ) -> Sharding | None:
@@ -268,6 +269,8 @@ class ExchangeSession:
 
         Args:
             shapes: of all matrices of the group.
+            known: True if the kernels know the recipe.
+            by_kernels: True if they cover the parameter.
             may_choose: False if the user named a process group, whose ranks share.
         """
         if not may_choose or not runs_on(local(p).device):
@@ -277,7 +280,8 @@ class ExchangeSession:
             parts = sharding.shards.size
             pays = sharing_pays(shapes, recipe.orthogonalize, sharding.replicas, parts)
         else:
-            pays = is_sharded(p)  # a plain parameter on a GPU may still be covered when alone
+            # The eager step shares, unless the kernels may cover a plain parameter when alone.
+            pays = is_sharded(p) or not known
         return sharding if pays else sharding.alone
 
     def groups_of(

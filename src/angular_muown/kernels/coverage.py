@@ -27,7 +27,7 @@ from angular_muown.stages.radius import Adam, Fixed, LogAdam
 from angular_muown.stages.tangent import Free
 from angular_muown.update import Recipe
 
-EDGE = 8  # columns of parts start at multiples of it, likewise
+EDGE = 8  # columns of parts start at multiples of it: 16 bytes of a 16-bit type
 SIDE = 16  # sides, offsets and addresses are multiples of it, for loads 16 bytes wide
 LONGEST_ROW = 32768  # a program holds whole rows in registers; the longest spill
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

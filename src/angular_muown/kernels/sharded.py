@@ -300,7 +300,7 @@ class FusedExchange:
         self.key = fused_key(members, operands)
         self.operands = operands
         self.plan, self.member_of, self.sharding = plan, member_of, members[0].sharding
-        self.device = operands.each[0].weight.device
+        self.device = operands.device
         self.choices = {one.index: Choices.of(one.recipe, one.group) for one in members}
         self.kinds: dict[Kind, int] = {}  # -> index of its scalars
         self.table: list[list[int]] = []
@@ -320,7 +320,7 @@ class FusedExchange:
             for k, (tasks, one) in enumerate(zip(plan.rounds, traffic, strict=True))
         ]
         self._allocate(members)
-        self._allocate_sums()
+        self._allocate_sums(members)
         self.draws = any(self.choices[k.group].draws(k.dtypes[0]) for k in self.kinds)
         summed = [rows for one in self.rounds for rows in one.local if rows.summed]
         self.sum_rows = Recording(lambda: self._sum_rows(summed), summed, self.device)
@@ -330,21 +330,23 @@ class FusedExchange:
 
         A round's results arrive in `outgoing` when the next round but one has been sent.
         """
-        columns = zip(*(one.buffer_sizes for one in traffic), strict=True)
+        sizes = [one.buffer_sizes for one in traffic]
         return [
             [
-                torch.empty(max(sizes[i::reach]), dtype=torch.uint8, device=self.device)
+                torch.empty(
+                    max(s[k] for s in sizes[i::reach]), dtype=torch.uint8, device=self.device
+                )
                 for i in range(min(reach, len(sizes)))
             ]
-            for sizes, reach in zip(columns, (3, 2, 2, 2), strict=True)
+            for k, reach in enumerate((3, 2, 2, 2))
         ]
 
     def _allocate(self, members: Sequence[SharedParameter]) -> None:
         words = [owned.words for one in self.rounds for owned in one.owned] or [0]
         totals = [owned.words * len(owned.arriving) for one in self.rounds for owned in one.owned]
         budget = sum(
-            shared.group["workspace"] * one.weight.nbytes
-            for shared, one in zip(members, self.operands.each, strict=True)
+            shared.group["workspace"] * size
+            for shared, size in zip(members, self.operands.sizes, strict=True)
         )
         memory = divide(int(budget), words)
         self.cublas = memory.cublas
@@ -371,25 +373,25 @@ class FusedExchange:
         self.operands = operands
         operands.remember(members)
 
-    def _allocate_sums(self) -> None:
+    def _allocate_sums(self, members: Sequence[SharedParameter]) -> None:
         """Make the packed sums: one tensor per set of ranks for the step, and one per round."""
-        by_ranks: dict[Any, list[LocalRows]] = defaultdict(list)
-        for one in self.rounds:
-            in_round: dict[Any, list[LocalRows]] = defaultdict(list)
-            for rows in one.local:
-                if rows.summed:
-                    by_ranks[rows.kind.row_groups].append(rows)
-                    in_round[rows.kind.row_groups].append(rows)
-            for ranks, some in in_round.items():
-                squares = self._packed([rows.size for rows in some])
-                one.squares.append((squares[0], ranks))
-                for rows, own in zip(some, squares[1], strict=True):
-                    rows.squares = own
-        for ranks, some in by_ranks.items():
-            sums = self._packed([SUMS * rows.size for rows in some])
-            self.sums.append((sums[0], ranks))
-            for rows, own in zip(some, sums[1], strict=True):
-                rows.sums = own
+        # In the order of the members, which is the same on all ranks: two sets of ranks that reduce
+        # in opposite orders would wait for each other.
+        for ranks in dict.fromkeys(shared.sharding.row_groups for shared in members):
+            step_rows = []
+            for one in self.rounds:
+                some = [rows for rows in one.local if rows.summed and rows.kind.row_groups == ranks]
+                step_rows += some
+                if some:
+                    squares, own = self._packed([rows.size for rows in some])
+                    one.squares.append((squares, ranks))
+                    for rows, part in zip(some, own, strict=True):
+                        rows.squares = part
+            if step_rows:
+                sums, own = self._packed([SUMS * rows.size for rows in step_rows])
+                self.sums.append((sums, ranks))
+                for rows, part in zip(step_rows, own, strict=True):
+                    rows.sums = part
 
     def _packed(self, sizes: list[int]) -> tuple[Tensor, tuple[Tensor, ...]]:
         packed = torch.empty(sum(sizes), dtype=torch.float64, device=self.device)
@@ -487,11 +489,12 @@ class FusedExchange:
             now = torch.tensor(addresses, dtype=torch.int64, device="cpu").mT
             entries[:, ADDRESSES] += now[self.entry_member]
             self.address_ring.send(entries)
-            self.seen = addresses
+            self.seen = list(addresses)
         self.value_ring.send(self._values(members))
         self.sum_rows.run()
         sum_in_place(self.sums)
         run_rounds(self.rounds)
+        self.operands.release()
         if not self.operands.stand_in:
             return [self.counters]
         stepped = [shared for shared in members if shared.parameter.grad is not None]
@@ -553,9 +556,7 @@ def advance_shards(
 
 def fused_key(members: Sequence[SharedParameter], operands: Operands) -> tuple[Any, ...]:
     """What the tables and launches depend on, besides the exchange group's plan."""
-    devices = [one.weight.device for one in operands.each]
-    vectors = [[v is not None for v in one.vectors] for one in operands.each]
-    return _choices(members), operands.dtypes, vectors, devices
+    return _choices(members), operands.dtypes, operands.kept, operands.device
 
 
 def _choices(members: Sequence[SharedParameter]) -> list[tuple[int, Choices]]:

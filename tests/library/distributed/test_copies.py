@@ -1,5 +1,8 @@
 """Whether copies share their work: the cost model, and the ranks that it is asked for."""
 
+import os
+from itertools import accumulate
+
 import pytest
 import torch.distributed as dist
 
@@ -17,7 +20,7 @@ ALL = RankGroup(tuple(range(32)), 0)
 
 @pytest.fixture(autouse=True)
 def nodes_of_eight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setattr(copies, "ranks_per_node", lambda: 8)
 
 
 def test_ranks_of_a_node_use_their_network_links_together() -> None:
@@ -27,7 +30,7 @@ def test_ranks_of_a_node_use_their_network_links_together() -> None:
 
 
 def test_unknown_nodes_are_connected_by_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    monkeypatch.setattr(copies, "ranks_per_node", lambda: 1)
     assert bandwidth(NODE) == NETWORK
 
 
@@ -46,10 +49,12 @@ def test_it_never_pays_where_bytes_take_longer_than_products(
     assert not sharing_pays(matrices, polar_express, NODE, 1)
 
 
-def ranks_of_nodes() -> tuple[int, ...]:
-    import os
-
-    os.environ["LOCAL_WORLD_SIZE"] = "2"
+def ranks_of_nodes(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """This node's ranks, with torchrun's variables for nodes of these sizes."""
+    ends = list(accumulate(sizes))
+    node = next(i for i, end in enumerate(ends) if dist.get_rank() < end)
+    os.environ["LOCAL_WORLD_SIZE"] = str(sizes[node])
+    os.environ["GROUP_WORLD_SIZE"] = str(len(sizes))
     first, again = node_of_world(), node_of_world()
     assert first.group is again.group, "process groups are made once"
     assert dist.get_process_group_ranks(first.group) == list(first.ranks)
@@ -57,5 +62,9 @@ def ranks_of_nodes() -> tuple[int, ...]:
 
 
 def test_copies_share_within_their_node() -> None:
-    assert results(4, ranks_of_nodes) == [(0, 1), (0, 1), (2, 3), (2, 3)]
-    assert results(3, ranks_of_nodes) == [(0, 1, 2)] * 3, "nodes are uneven"
+    assert results(4, ranks_of_nodes, (2, 2)) == [(0, 1), (0, 1), (2, 3), (2, 3)]
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (3,)])
+def test_uneven_nodes_and_a_single_node_are_one_group(sizes: tuple[int, ...]) -> None:
+    assert results(3, ranks_of_nodes, sizes) == [(0, 1, 2)] * 3
