@@ -25,7 +25,7 @@ from tests.evidence.kept import (
 from tests.evidence.test_one_pass import by_schedule
 
 AGAIN = "run `make evidence` and copy what it made"
-ONE_PASS = "one-pass"  # of another text, and from a commit
+ONE_PASS = "one-pass"  # and one-pass-long: of another text, and from a commit
 SWEEPS = sorted(p.name.partition(".")[0] for p in (ROOT / "results" / "s").glob("*.tar.xz"))
 
 
@@ -73,7 +73,7 @@ def test_the_command_goes_on_with_what_was_kept(
     report: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = report / "runs" / f"{name}-s"
-    data = "data/one-pass" if name == ONE_PASS else "data/mixture"
+    data = "data/one-pass" if name.startswith(ONE_PASS) else "data/mixture"
     monkeypatch.chdir(tmp_path)
     Path(data).mkdir(parents=True)  # a sweep with runs to make asks for its text
     kept = json.loads((root / "sweep.json").read_text())["entries"]

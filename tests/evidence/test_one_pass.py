@@ -188,6 +188,31 @@ def test_all_runs_are_of_one_commit_and_one_length(report: Path) -> None:
     assert f"{steps[-1]:,} steps read {steps[-1] * batch:,} of the 417,031 windows" in README
 
 
+def test_all_of_the_text(report: Path) -> None:
+    plan, root = experiment("one-pass-long", "s"), report / "runs" / "one-pass-long-s"
+    sweep = Sweep(plan, root, "data/one-pass")
+    grids = [sweep.grid(line) for line in plan.lines[:2]]
+    ours, other = (
+        (next(e for e in grid.entries if grid.best and e.value == grid.best.lr), grid.best)
+        for grid in grids
+    )
+    assert ours[1]
+    assert other[1]
+    told = (
+        f"AngularMuown is {other[1].loss - ours[1].loss:.3f} below NorMuon with weight decay, and "
+    )
+    told += f"{trained(other[0].folder) - trained(ours[0].folder):.3f} below it in training loss"
+    assert told in words()
+    assert (ours[1].at_edge, other[1].at_edge) == (False, True)
+    specs = [json.loads(path.read_text()) for path in root.glob("*/spec.json")]
+    (commit,) = {spec["git"]["commit"] for spec in specs}
+    assert not any(spec["git"]["changed"] for spec in specs)
+    assert len(specs) == 6
+    assert f"one-pass-long has six runs of 213.0M tokens, all of them from commit {commit[:7]}" in (
+        README
+    )
+
+
 def test_runs_made_twice_agree_to_the_bit(report: Path, tmp_path: Path) -> None:
     with tarfile.open(ROOT / "results" / "again" / "one-pass.tar.xz") as content:
         content.extractall(tmp_path, filter="data")
