@@ -177,7 +177,7 @@ class Assignment:
 
     @cached_property
     def traffic(self) -> tuple[Tensor, Tensor]:
-        """Bytes that each rank sends and receives in a step, not counting sums."""
+        """Bytes that each rank sends and receives in a step, not counting sums and headers."""
         sent = torch.zeros(self.copies, self.places, dtype=torch.float64)
         received = torch.zeros_like(sent)
         for i in self.owners:
@@ -198,8 +198,8 @@ class Assignment:
         """Peak bytes in each rank's communication buffers.
 
         A round needs parts and whole matrices, in both directions, and the gathered results. Two
-        rounds are in flight at a time. Float32 copies of parts and the iterations' workspace are
-        not included.
+        rounds are in flight at a time; kernels keep the parts of a third. Float32 copies of parts
+        and the iterations' workspace are not included.
         """
         peak = torch.zeros(self.copies, self.places, dtype=torch.float64)
         for tasks in self.rounds:

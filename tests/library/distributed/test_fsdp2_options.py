@@ -26,10 +26,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def mlp() -> nn.Sequential:
+def mlp(width: int) -> nn.Sequential:
     """An embedding, two hidden matrices, one of them too small for every rank, and a head."""
-    layers = [nn.Embedding(16, WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU()]
-    return nn.Sequential(*layers, nn.Linear(2 * WIDTH, 3), nn.GELU(), nn.Linear(3, 16))
+    layers = [nn.Embedding(16, width), nn.Linear(width, 2 * width), nn.GELU()]
+    return nn.Sequential(*layers, nn.Linear(2 * width, 3), nn.GELU(), nn.Linear(3, 16))
 
 
 def fill(model: nn.Module) -> None:
@@ -52,19 +52,19 @@ def _whole(t: Tensor) -> Tensor:
     return t.full_tensor() if hasattr(t, "full_tensor") else t
 
 
-def trained(name: str) -> list[tuple[Tensor, Tensor]]:
+def trained(name: str, width: int = WIDTH) -> list[tuple[Tensor, Tensor]]:
     """Weights of a sharded model after some steps, and of a copy that is stepped as a whole with
     the same gradients."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     with torch.device("meta" if "meta" in name else "cpu"):
-        model = mlp()
+        model = mlp(width)
     for layer in (model[1], model[3]):
         fully_shard(layer, mesh=mesh, **OPTIONS[name])
     fully_shard(model, mesh=mesh, **OPTIONS[name])
     if "meta" in name:
         model.to_empty(device="cpu")
     fill(model)
-    whole = mlp()
+    whole = mlp(width)
     fill(whole)
     sharded = AngularMuown(plan(model, head="5.*"), lr=0.05)
     alone = AngularMuown(plan(whole, head="5.*"), lr=0.05, process_group=False)
@@ -77,6 +77,10 @@ def trained(name: str) -> list[tuple[Tensor, Tensor]]:
         sharded.step()
         alone.step()
         sharded.zero_grad()
+    if width != WIDTH:
+        from tests.library.kernels.test_sharded import fused_members
+
+        assert fused_members(sharded) == 1, "the kernels step one matrix"
     pairs = zip(model.parameters(), whole.parameters(), strict=True)
     return [(_whole(p).detach(), q.detach()) for p, q in pairs]
 
@@ -85,5 +89,21 @@ def trained(name: str) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_sharded_step_equals_a_whole_one(name: str, world: int) -> None:
     for pairs in results(world, trained, name):
+        for sharded, whole in pairs:
+            torch.testing.assert_close(sharded, whole, rtol=1e-5, atol=1e-6)
+
+
+def trained_by_kernels(name: str) -> list[tuple[Tensor, Tensor]]:
+    """The larger hidden matrix is stepped by kernels."""
+    from tests.library.kernels.test_sharded import interpret
+
+    interpret()
+    return trained(name, width=144)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_sharded_step_by_kernels_equals_a_whole_one(name: str) -> None:
+    pytest.importorskip("triton")
+    for pairs in results(2, trained_by_kernels, name):
         for sharded, whole in pairs:
             torch.testing.assert_close(sharded, whole, rtol=1e-5, atol=1e-6)
