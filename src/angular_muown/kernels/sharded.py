@@ -504,14 +504,11 @@ class FusedExchange:
         """The kinds' scalars, then two bias corrections for each entry."""
         by_group = {shared.index: shared for shared in members}
         values: list[float] = []
-        rates = {
-            i: tuple(float(rate) for rate in learning_rates(shared.group, torch.float32))
-            for i, shared in by_group.items()
-        }
+        rates = {i: learning_rates(one.group, torch.float32) for i, one in by_group.items()}
         for kind in self.kinds:
-            shared = by_group[kind.group]
-            sides = (kind.m, kind.n)
-            values += host_kind_scalars(shared.group, shared.recipe, *rates[kind.group], *sides)
+            group, recipe = by_group[kind.group].group, by_group[kind.group].recipe
+            lr, radius_lr = rates[kind.group]
+            values += host_kind_scalars(group, recipe, float(lr), float(radius_lr), kind.m, kind.n)
         end = len(values)
         counts = [t + 1 for t in self.counters.tolist()]
         if len(by_group) == 1 and len(set(counts)) == 1:  # the usual case
