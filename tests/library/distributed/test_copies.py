@@ -58,6 +58,7 @@ def ranks_of_nodes(sizes: tuple[int, ...]) -> tuple[int, ...]:
     first, again = node_of_world(), node_of_world()
     assert first.group is again.group, "process groups are made once"
     assert dist.get_process_group_ranks(first.group) == list(first.ranks)
+    dist.barrier()  # another rank may still be connecting
     return first.ranks
 
 

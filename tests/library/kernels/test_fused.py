@@ -151,7 +151,6 @@ def test_fused_steps_match_float64(optimizer: Member, values: dict[str, Any]) ->
     [
         ((144, 160), {}),
         ((176, 304), {}),
-        ((128, 16400), {}),
         ((384, 144), {"blocks": 3}),
         ((272, 128), {"blocks": [128, 144]}),
         ((144, 256), {"column_blocks": 2}),
@@ -163,6 +162,11 @@ def test_every_layout_and_shape_matches_float64(
 ) -> None:
     """NorMuown keeps all four row vectors."""
     compare(NorMuown, values, [shape], steps=2)
+
+
+def test_long_rows_match_float64() -> None:
+    """A program holds whole rows; these fill 32,768 columns."""
+    compare(AngularMuown, {}, [(128, 16400)], steps=2)
 
 
 @pytest.mark.parametrize("size", [1e-30, 4e18, 1e30])
