@@ -32,13 +32,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import angular_muown as library
 from angular_muown import Engine
-from angular_muown.distributed import agreement, session
+from angular_muown.distributed import agreement, copies, session
 from angular_muown.distributed.mesh import RankGroup
 
 HEADER = "optimizer      ranks        ms   host ms  first s shard MiB extra MiB   sent MB  wire ms"
 NODE = 8  # ranks that NVLink connects
-NVLINK = 450e9  # bytes per second and direction of an H200
-NETWORK = 50e9  # 400 Gb/s
+NVLINK, NETWORK = 1e6 * copies.NVLINK, 1e6 * copies.NETWORK  # bytes per second
 
 
 class Done:

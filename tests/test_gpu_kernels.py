@@ -70,7 +70,7 @@ def test_the_fused_step_matches_float64(optimizer: Callable[..., Engine]) -> Non
     assert opt._fused is not None
     for _, step, rest in opt._fused.steps.values():
         assert step is not None
-        assert step.graph is not None
+        assert step.recording.graph is not None
         assert not rest
     for fast, plain in zip(errors(fused, expected), errors(eager, expected), strict=True):
         assert fast < 5e-3

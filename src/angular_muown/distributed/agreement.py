@@ -116,8 +116,8 @@ class Agreement:
         """Send this rank's digests, and start to receive those of all ranks in `theirs`."""
         self.mine.copy_(report.digests(plan + FRESH * self.fresh))
         mine = self.mine.to(self.device, non_blocking=True)
-        if report.tensors:
-            scalars = [t.detach().to(self.device).double().reshape(()) for t in report.tensors]
+        if tensors := report.tensors:
+            scalars = [t.detach().to(self.device).double().reshape(()) for t in tensors]
             mine = mine.clone()
             mine[2] += checksum(torch.stack(scalars))
         theirs = mine.new_empty(self.theirs.numel())

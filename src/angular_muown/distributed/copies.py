@@ -17,7 +17,7 @@ from angular_muown.stages.orthogonalize import Iteration
 
 NVLINK = 450e3  # bytes per microsecond that a rank receives from its node
 NETWORK = 50e3  # and from other nodes: 400 Gb/s
-LATENCY = 500.0  # microseconds of a shared step on the host: checks and collectives
+LATENCY = 500.0  # microseconds allowed for the checks and collectives of a shared step
 WORD = 2  # bytes of an entry of Q
 
 
@@ -31,12 +31,19 @@ def sharing_pays(
         rank_group: the ranks that hold copies of the same part.
         parts: into how many parts each copy is sharded. Their ranks have owners of their own.
     """
+    products, wire = modelled_times(matrices, iteration, rank_group)
+    return (1 - 1 / rank_group.size) * (products - wire) / parts > LATENCY
+
+
+def modelled_times(
+    matrices: Iterable[tuple[int, int]], iteration: Iteration, rank_group: RankGroup
+) -> tuple[float, float]:
+    """Return the microseconds of all products, and those in which all of Q is received."""
     products, entries = 0.0, 0
     for m, n in matrices:
         products += modelled_microseconds(m, n, chain_for(m, n, iteration))
         entries += m * n
-    wire = WORD * entries / bandwidth(rank_group)
-    return (1 - 1 / rank_group.size) * (products - wire) / parts > LATENCY
+    return products, WORD * entries / bandwidth(rank_group)
 
 
 def ranks_per_node() -> int:

@@ -25,7 +25,7 @@ from angular_muown.kernels.columns import (
     STEP,
 )
 from angular_muown.kernels.coverage import covers, is_plain, knows, select_device
-from angular_muown.kernels.launch import Batch, Choices, Chunk, divide, launch, record
+from angular_muown.kernels.launch import Batch, Choices, Chunk, Recording, divide, launch
 from angular_muown.kernels.pointers import (
     Addresses,
     PinnedRing,
@@ -84,8 +84,7 @@ class FusedStep:
             self.counters = counters
         self.steps = [state["step"] for state in states]
         self.chunks: list[Chunk] = []
-        self.launched = False
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.recording = Recording([], self.device)
 
     def _batches(self) -> tuple[list[Batch], float]:
         iteration = self.choices.iteration
@@ -112,7 +111,7 @@ class FusedStep:
 
         The longest chunk goes first, each to the stream with the least work so far.
         """
-        self.chunks, self.graph = [], None
+        self.chunks = []
         bias_corrections = self.scalars[SCALARS * len(self.batches) :]
         loads = [0.0] * self.budget.streams
         for cost, index, first, count in sorted(self._chunks(), reverse=True):
@@ -134,6 +133,8 @@ class FusedStep:
                     self.budget.cublas,
                 )
             )
+
+        self.recording = Recording(self.chunks, self.device)
 
     def _chunks(self) -> Iterator[tuple[float, int, int, int]]:
         """Yield the estimated time, batch, first matrix and number of matrices of each chunk."""
@@ -183,23 +184,18 @@ class FusedStep:
     def run(self, observers: Observers = ()) -> None:
         """Launch the step, from the second one on as a graph.
 
-        For a small model, a hundred launches take the host longer than the GPU needs to run them.
-        A step with observers is never a graph.
+        A step with observers, and one that the user records, is never a graph.
         """
         if observers:
             for chunk in self.chunks:
                 self._run_observed(chunk, observers)
-        elif self.device.type != "cuda" or is_recording():
-            launch(self.chunks, self.device, self.budget.streams)
-        elif not self.launched:  # compiles, and allocates what libraries allocate on first use
-            launch(self.chunks, self.device, self.budget.streams)
-            self.launched = True
+        elif is_recording():
+            self._launch()
         else:
-            if self.graph is None:
-                self.graph = record(
-                    lambda: launch(self.chunks, self.device, self.budget.streams), self.device
-                )
-            self.graph.replay()
+            self.recording.run(self._launch)
+
+    def _launch(self) -> None:
+        launch(self.chunks, self.device, self.budget.streams)
 
     def _run_observed(self, chunk: Chunk, observers: Observers) -> None:
         """Run a chunk and call the observers, with U from before and the angles of the new W."""

@@ -250,6 +250,33 @@ def launch(chunks: Sequence[Chunk], device: torch.device, count: int) -> None:
         current.wait_stream(stream)
 
 
+class Recording:
+    """Launches that are recorded when they run for the second time, and replayed from then on.
+
+    For a small model, a hundred launches take the host longer than the GPU needs to run them. The
+    first run compiles kernels, and allocates what libraries allocate on first use.
+    """
+
+    def __init__(self, items: Sequence[Any], device: torch.device) -> None:
+        self.device = device
+        self.empty = not items  # torch warns about an empty graph
+        self.launched = False
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def run(self, launches: Callable[[], None]) -> None:
+        """Run `launches`, the same at every call. It is not kept: its owner keeps this recording,
+        and memory on a GPU must not wait for the garbage collector."""
+        if self.empty:
+            return
+        if self.device.type != "cuda" or not self.launched:
+            launches()
+            self.launched = True
+            return
+        if self.graph is None:
+            self.graph = record(launches, self.device)
+        self.graph.replay()
+
+
 def record(work: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph:
     """Record launches as a CUDA graph."""
     # cuBLAS keeps a workspace per stream. The graph needs its own: other code may free the others.

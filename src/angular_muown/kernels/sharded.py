@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -49,48 +50,28 @@ from angular_muown.kernels.launch import (
     TRANSPOSE_TILE,
     TYPES,
     Choices,
+    Recording,
     divide,
     launch_rows,
-    record,
     words_of,
 )
 from angular_muown.kernels.operands import Operands
 from angular_muown.kernels.pointers import PinnedRing, matrix_offsets, table_entry
 from angular_muown.kernels.polar_chain import SCALE, Allocation, Product, allocate, chain_for
 from angular_muown.kernels.traffic import Buffers, Traffic
-from angular_muown.kernels.triton.packets import restore_kernel, return_kernel
+from angular_muown.kernels.triton.packets import return_kernel
 from angular_muown.kernels.triton.rows import (
     after_kernel,
     before_kernel,
     moved_kernel,
     normalize_kernel,
+    restore_kernel,
     scales_kernel,
     squares_kernel,
     sums_kernel,
 )
 from angular_muown.params.options import learning_rates
 from angular_muown.params.rounding import hash_seed
-
-
-class Recording:
-    """Launches that are recorded when they run for the second time, and replayed from then on."""
-
-    def __init__(self, launches: Callable[[], None], items: Sequence[Any], device: Any) -> None:
-        self.launches, self.device = launches, device
-        self.empty = not items  # torch warns about an empty graph
-        self.launched = False
-        self.graph: Any = None
-
-    def run(self) -> None:
-        if self.empty:
-            return
-        if self.device.type != "cuda" or not self.launched:
-            self.launches()
-            self.launched = True
-            return
-        if self.graph is None:
-            self.graph = record(self.launches, self.device)
-        self.graph.replay()
 
 
 class Kind(NamedTuple):
@@ -171,20 +152,19 @@ class FusedRound:
 
     def __post_init__(self) -> None:
         device = self.step.device
-        self.before = Recording(self._before, self.local, device)
-        self.products = Recording(self._products, self.owned, device)
-        self.moved = Recording(self._moved, [one for one in self.local if one.summed], device)
-        self.after = Recording(self._after, self.local, device)
+        self.before, self.after = Recording(self.local, device), Recording(self.local, device)
+        self.products = Recording(self.owned, device)
+        self.moved = Recording([one for one in self.local if one.summed], device)
 
     def send(self) -> None:
-        self.before.run()
+        self.before.run(self._before)
         if self.step.sharding.shards.communicates:
             one, sizes = self.buffers, (self.traffic.sent_sizes, self.traffic.received_sizes)
             self.pending = self._exchange(one.outgoing, one.incoming, *sizes)
 
     def orthogonalize(self) -> None:
         self.pending()
-        self.products.run()
+        self.products.run(self._products)
         if self.step.sharding.shards.communicates:
             one, sizes = self.buffers, (self.traffic.returned_sizes, self.traffic.result_sizes)
             self.pending = self._exchange(one.returning, one.outgoing, *sizes)
@@ -195,9 +175,9 @@ class FusedRound:
         self.pending()
         if self.step.sharding.shards.communicates:
             self._gather(self.buffers.outgoing)()
-        self.moved.run()
+        self.moved.run(self._moved)
         sum_in_place(self.squares)
-        self.after.run()
+        self.after.run(self._after)
 
     def _exchange(
         self, out: Tensor, into: Tensor, sent: list[int], received: list[int]
@@ -309,9 +289,10 @@ class FusedExchange:
         headed = [self.choices[members[k].index].factors for k in member_of]
         traffic = [Traffic(tasks, plan, self.sharding, headed) for tasks in plan.rounds]
         pools = self._pools(traffic)
+        # Rounds do not keep the exchange alive: with it, their buffers are freed at once.
         self.rounds = [
             FusedRound(
-                self,
+                proxy(self),
                 one,
                 own := one.buffers(pools, k),
                 self._local(tasks, members, one, own),
@@ -322,8 +303,8 @@ class FusedExchange:
         self._allocate(members)
         self._allocate_sums(members)
         self.draws = any(self.choices[k.group].draws(k.dtypes[0]) for k in self.kinds)
-        summed = [rows for one in self.rounds for rows in one.local if rows.summed]
-        self.sum_rows = Recording(lambda: self._sum_rows(summed), summed, self.device)
+        self.summed = [rows for one in self.rounds for rows in one.local if rows.summed]
+        self.sum_rows = Recording(self.summed, self.device)
 
     def _pools(self, traffic: list[Traffic]) -> list[list[Tensor]]:
         """Make the rounds' buffers, shared between rounds that are not in transit together.
@@ -397,8 +378,8 @@ class FusedExchange:
         packed = torch.empty(sum(sizes), dtype=torch.float64, device=self.device)
         return packed, packed.split(sizes)
 
-    def _sum_rows(self, summed: list[LocalRows]) -> None:
-        for rows in summed:
+    def _sum_rows(self) -> None:
+        for rows in self.summed:
             kind = rows.kind
             launch_rows(
                 sums_kernel, kind.rows, kind.width, rows.count,
@@ -491,7 +472,7 @@ class FusedExchange:
             self.address_ring.send(entries)
             self.seen = list(addresses)
         self.value_ring.send(self._values(members))
-        self.sum_rows.run()
+        self.sum_rows.run(self._sum_rows)
         sum_in_place(self.sums)
         run_rounds(self.rounds)
         self.operands.release()

@@ -1,5 +1,6 @@
 """What the exchange by kernels remembers of a step, and what it must notice at the next one."""
 
+import gc
 import weakref
 from typing import Any
 
@@ -73,6 +74,30 @@ def gradients_alive() -> list[bool]:
 
 def test_gradients_are_freed_after_the_step() -> None:
     assert results(2, gradients_alive) == [[False] * 3] * 2
+
+
+def buffers_alive() -> list[bool]:
+    """Whether the buffers of an exchange, and of a fused step, outlive `release`."""
+    gc.disable()
+    alive = []
+    for placement in (ROWS, None):
+        optimizer, (p,) = make(placement, process_group=False)
+        p.grad = place(gradient(1), placement)
+        optimizer.step()
+        if placement is None:
+            reference = weakref.ref(optimizer._fused.steps[0][1])
+        else:
+            [group] = optimizer._session.groups.values()
+            reference = weakref.ref(group.fused.rounds[0].buffers.outgoing)
+            del group
+        optimizer.release()
+        alive.append(reference() is not None)
+    return alive
+
+
+def test_release_frees_buffers_at_once() -> None:
+    """Not when the garbage collector happens to run."""
+    assert results(2, buffers_alive) == [[False, False]] * 2
 
 
 def flat_gradients(flat: bool) -> list[Tensor]:

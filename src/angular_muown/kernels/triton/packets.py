@@ -37,31 +37,6 @@ def entries(address, columns):
 
 
 @triton.jit(do_not_specialize=["count"])
-def restore_kernel(addresses, stats, packets, count, m, n, BLOCK: tl.constexpr):
-    """Compute the factors that restore the norms of Q after NorMuon's division by sqrt(v).
-
-    v is that of `second_moment_kernel`, from the packets' headers. It is stored by the ranks that
-    hold its rows.
-    """
-    matrix = tl.program_id(0).to(tl.int64)
-    index = tl.arange(0, BLOCK)
-    whole = tl.zeros((BLOCK,), tl.float32)
-    scaled = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, m, BLOCK):
-        mask = start + index < m
-        at = header(packet_address(addresses, matrix, packets, start + index, mask))
-        v = tl.load(at + 2, mask=mask, other=0.0)
-        beta = tl.load(at + 3, mask=mask, other=0.0)
-        q = tl.load(stats + SQUARES * count * m + matrix * m + start + index, mask=mask, other=0.0)
-        v = (1.0 - beta) * (q / n) + beta * v
-        whole += q
-        scaled += q / tl.where(v == 0.0, 1.0, v)
-    root = tl.sqrt(tl.sum(scaled, axis=0))
-    restore = tl.sqrt(tl.sum(whole, axis=0)) / tl.where(root == 0.0, 1.0, root)
-    tl.store(stats + FACTOR * count * m + matrix, restore)
-
-
-@triton.jit(do_not_specialize=["count"])
 def return_kernel(
     addresses, Q, stats, stride, count, m, n, packets, first, start, width, tiles,
     FACTORS: tl.constexpr, TILE: tl.constexpr,

@@ -331,6 +331,12 @@ def squares_kernel(
     tl.store(row_stats, tl.sum(Q * Q, axis=1), mask=row < m)
 
 
+@triton.jit
+def second_moment(v, q, n, beta):
+    """Return NorMuon's new v of rows with n entries whose squares add up to q."""
+    return (1.0 - beta) * (q / n) + beta * v
+
+
 @triton.jit(do_not_specialize=["count"])
 def second_moment_kernel(table, scalars, stats, count, m, n, BLOCK: tl.constexpr):
     """Update NorMuon's v; compute the factors of Q's rows, which keep Q's Frobenius norm."""
@@ -346,7 +352,7 @@ def second_moment_kernel(table, scalars, stats, count, m, n, BLOCK: tl.constexpr
         mask = start + index < m
         q = tl.load(squares + start + index, mask=mask, other=0.0)
         v = tl.load(moments + (start + index) * stride, mask=mask, other=0.0)
-        v = (1.0 - beta) * (q / n) + beta * v
+        v = second_moment(v, q, n, beta)
         tl.store(moments + (start + index) * stride, v, mask=mask)
         whole += q
         scaled += q / divisor(v)
@@ -356,6 +362,28 @@ def second_moment_kernel(table, scalars, stats, count, m, n, BLOCK: tl.constexpr
         v = tl.load(moments + (start + index) * stride, mask=mask, other=0.0)
         factor = restore / divisor(tl.sqrt(v))
         tl.store(stats + FACTOR * count * m + matrix * m + start + index, factor, mask=mask)
+
+
+@triton.jit(do_not_specialize=["count"])
+def restore_kernel(addresses, stats, packets, count, m, n, BLOCK: tl.constexpr):
+    """Compute the factors that restore Q's norms, from the v in the headers of packets.
+
+    The ranks that hold the rows store the new v (see `_step`).
+    """
+    matrix = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, BLOCK)
+    whole = tl.zeros((BLOCK,), tl.float32)
+    scaled = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, m, BLOCK):
+        mask = start + index < m
+        at = header(packet_address(addresses, matrix, packets, start + index, mask))
+        v = tl.load(at + 2, mask=mask, other=0.0)
+        beta = tl.load(at + 3, mask=mask, other=0.0)
+        q = tl.load(stats + SQUARES * count * m + matrix * m + start + index, mask=mask, other=0.0)
+        whole += q
+        scaled += q / divisor(second_moment(v, q, n, beta))
+    restore = tl.sqrt(tl.sum(whole, axis=0)) / divisor(tl.sqrt(tl.sum(scaled, axis=0)))
+    tl.store(stats + FACTOR * count * m + matrix, restore)
 
 
 # The row kernel after the polar factor: radius, retraction, rounding, W.
@@ -454,7 +482,7 @@ def _step(
             restore = tl.load(header(packet) + 1, mask=in_rows, other=0.0)
             pointer, v = _moment(table, matrix, SECOND_MOMENT, row, in_rows)
             beta = tl.load(scalars + ROW_BETA)
-            v = (1.0 - beta) * (q / whole_n) + beta * v
+            v = second_moment(v, q, whole_n, beta)
             if STORE:
                 tl.debug_barrier()  # see _new_radius
                 tl.store(pointer, v, mask=in_rows)
