@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from angular_lab.demo import demo_spec
-from angular_lab.report import summary
-from angular_lab.runs import train
+from angular_lab.report.report import summary
+from angular_lab.training.start import train
 
 # lr x aux_lr; AdamW trains everything at one rate
 AUX = (2e-3, 4e-3, 8e-3)

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from angular_lab import build
+from angular_lab.config.named_runs import recipe
 from angular_lab.models import LanguageModel
-from angular_lab.passes import WARM_UP, Passes, can_record
-from angular_lab.progress import peak_flops
-from angular_lab.ranks import Ranks
-from angular_lab.recipes import recipe
+from angular_lab.training import build
+from angular_lab.training.progress import peak_flops
+from angular_lab.training.ranks import Ranks
+from angular_lab.training.recorded_passes import WARM_UP, Passes, can_record
 
 
 def clock(work: Callable[[], None], steps: int, device: torch.device) -> list[float]:

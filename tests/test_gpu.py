@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from angular_lab import checkpoint, passes, trainer
-from angular_lab.build import Models
-from angular_lab.health import OnHost
-from angular_lab.recipes import recipe
-from angular_lab.runs import train
+from angular_lab.config.named_runs import recipe
+from angular_lab.training import checkpoint, trainer
+from angular_lab.training import recorded_passes as passes
+from angular_lab.training.build import Models
+from angular_lab.training.nonfinite import OnHost
+from angular_lab.training.start import train
 from angular_muown import AngularMuown
 from tests.library.family import MEMBERS, noise, parameter
 

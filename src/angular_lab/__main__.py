@@ -1,5 +1,5 @@
 import sys
 
-from angular_lab.cli import main
+from angular_lab.cli.main import main
 
 sys.exit(main())

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import torch
 
+from angular_lab.config.named_runs import recipe
+from angular_lab.config.spec import Spec
 from angular_lab.models import build_model
-from angular_lab.ranks import Ranks
-from angular_lab.recipes import recipe
-from angular_lab.report import summary, text_table, write_report
-from angular_lab.rundir import RunDir
-from angular_lab.runs import data_folder, train
+from angular_lab.report.report import summary, text_table, write_report
+from angular_lab.run_folder import RunDir
 from angular_lab.sample import generate, load_run, tokenizer_of
-from angular_lab.spec import Spec
+from angular_lab.training.ranks import Ranks
+from angular_lab.training.start import data_folder, train
 
 # name, lr, aux_lr, weight decay: each at the best of its grid, results/demo_grid.json (AdamW at the
 # lower of two equal rates: the higher one failed once). 300 steps are few for kappa, and one seed

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import torch
 
-from angular_lab import checkpoint
-from angular_lab.average import Averages
+from angular_lab.data.prepare import TOKENIZER
+from angular_lab.data.tokenizer import Tokenizer, load_tokenizer
 from angular_lab.models import LanguageModel, build_model
-from angular_lab.prepare import TOKENIZER
-from angular_lab.ranks import Ranks
-from angular_lab.rundir import RunDir
-from angular_lab.tokenizer import Tokenizer, load_tokenizer
+from angular_lab.run_folder import RunDir
+from angular_lab.training import checkpoint
+from angular_lab.training.averages import Averages
+from angular_lab.training.ranks import Ranks
 
 
 def check_sampling(length: int = 0, temperature: float = 0.0) -> None:

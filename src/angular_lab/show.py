@@ -5,10 +5,10 @@ import time
 
 import torch
 
-from angular_lab.build import make_optimizer
+from angular_lab.config.spec import Spec
 from angular_lab.models import LanguageModel, build_model
-from angular_lab.progress import peak_flops
-from angular_lab.spec import Spec
+from angular_lab.training.build import make_optimizer
+from angular_lab.training.progress import peak_flops
 
 DAY = 86_400  # seconds
 USUAL_MFU = 0.4  # of a well-fed GPU; on the CPU the rate is measured instead

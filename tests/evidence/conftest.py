@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from angular_lab.report import make_report
+from angular_lab.report.report import make_report
 from tests.evidence.kept import ROOT, Losses, cells
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 
-from angular_lab.rundir import RunDir
+from angular_lab.run_folder import RunDir
 
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs" / "evidence.md"

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from angular_lab.experiment_plan import SETTLED as BEST
-from angular_lab.experiments import experiment
-from angular_lab.rundir import RunDir, trunk_name
-from angular_lab.sweep import Sweep
+from angular_lab.experiments.comparison import experiment
+from angular_lab.experiments.definition import SETTLED as BEST
+from angular_lab.run_folder import RunDir, trunk_name
+from angular_lab.sweeps.sweep import Sweep
 from tests.evidence.kept import (
     OURS,
     ROOT,

@@ -4,8 +4,8 @@ import json
 from math import sqrt
 from pathlib import Path
 
-from angular_lab.experiment_plan import SETTLED as BEST
-from angular_lab.rundir import RunDir
+from angular_lab.experiments.definition import SETTLED as BEST
+from angular_lab.run_folder import RunDir
 from tests.evidence.kept import DOCS, OURS, ROOT, Losses, cells, readme, tables_in, trained
 
 LATEST = ("90M", "90M, longer cool-down")

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from angular_lab.experiment_plan import SETTLED as BEST
-from angular_lab.rundir import RunDir
+from angular_lab.experiments.definition import SETTLED as BEST
+from angular_lab.run_folder import RunDir
 from tests.evidence.kept import OURS, Losses, cells, mean, readme, trained, words
 
 

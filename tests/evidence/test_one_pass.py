@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from angular_lab.experiment_plan import Experiment
-from angular_lab.experiments import experiment
-from angular_lab.one_pass import (
+from angular_lab.experiments.comparison import experiment
+from angular_lab.experiments.definition import Experiment
+from angular_lab.experiments.one_pass import (
     ANGULAR,
     DECAYED,
     DECOUPLED,
@@ -19,9 +19,9 @@ from angular_lab.one_pass import (
     STEPS,
     STILL,
 )
-from angular_lab.rundir import RunDir
-from angular_lab.sweep import Sweep
-from angular_lab.sweep_grid import Grid
+from angular_lab.run_folder import RunDir
+from angular_lab.sweeps.grid import Grid
+from angular_lab.sweeps.sweep import Sweep
 from tests.evidence.kept import ROOT, readme, trained, words
 
 PLAN: Experiment = experiment("one-pass", "s")

@@ -3,10 +3,10 @@
 from math import exp, log, log2
 from pathlib import Path
 
-from angular_lab.experiment_plan import SETTLED as BEST
-from angular_lab.intervals import student_interval
-from angular_lab.rundir import RunDir
-from angular_lab.statistics import tokens_to_reach, verdict
+from angular_lab.experiments.definition import SETTLED as BEST
+from angular_lab.experiments.intervals import student_interval
+from angular_lab.experiments.statistics import tokens_to_reach, verdict
+from angular_lab.run_folder import RunDir
 from tests.evidence.kept import OURS, ROOT, Losses, cells, mean, readme, trained, words
 from tests.evidence.test_beyond import throughput
 from tests.evidence.test_step_times import RIVALS, by_optimizer

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from angular_muown import AngleMonitor, AngularMuown
 from angular_muown.integrations.megatron import MegatronAngularMuown
 from angular_muown.integrations.megatron import optimizer as host
-from tests.angular_lab.runs import free_port
 from tests.integrations.scripts import EXAMPLES, assert_falls
+from tests.lab.runs import free_port
 from tests.ranks import results
 
 STEPS, RANKS = 3, 2

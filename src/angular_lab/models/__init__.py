@@ -1,11 +1,11 @@
 """The lab's models: `build_model(spec)` makes one, `init_weights(seed)` gives it its values."""
 
+from angular_lab.config.spec import ModelSpec
 from angular_lab.models.base import LanguageModel
 from angular_lab.models.dense import Dense
 from angular_lab.models.gpt_speedrun import GPTSpeedrun
 from angular_lab.models.moe import MoE
 from angular_lab.models.qwen2 import Qwen2
-from angular_lab.spec import ModelSpec
 
 MODELS: dict[str, type[Dense] | type[Qwen2] | type[MoE] | type[GPTSpeedrun]] = {
     "dense": Dense,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from angular_lab.config.spec import ModelSpec
 from angular_lab.models.cross_entropy import cross_entropy
 from angular_lab.models.layers import (
     Block,
@@ -19,7 +20,6 @@ from angular_lab.models.layers import (
     rotary_frequencies,
     rotation_of,
 )
-from angular_lab.spec import ModelSpec
 
 Cut = int | list[int]
 

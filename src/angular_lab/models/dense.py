@@ -1,8 +1,8 @@
 """dense: PlainLM, the model of the paper's main experiments; in shape a Llama."""
 
+from angular_lab.config.spec import ModelSpec
 from angular_lab.models.base import LanguageModel
 from angular_lab.models.layers import Attention, Block, SwiGLU, mlp_width
-from angular_lab.spec import ModelSpec
 
 
 class Dense(LanguageModel):

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from angular_lab.config.spec import ModelSpec
 from angular_lab.models.base import Cut, LanguageModel, is_residual_output
 from angular_lab.models.layers import Attention, Block, head_size
-from angular_lab.spec import ModelSpec
 
 SCORE_SCALE = 0.12  # of q k^T; the track's value
 EMBEDDING_STD = 1.0  # the track's; a norm follows, so it only sets how fast the embedding learns

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from angular_lab.config.spec import ModelSpec
 from angular_lab.models.tensor_parallel import entering, is_divided, own_rows
-from angular_lab.spec import ModelSpec
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, each (time, head size / 2), float32
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from angular_lab.config.spec import ModelSpec
 from angular_lab.models.base import LanguageModel
 from angular_lab.models.layers import Attention, Block, SwiGLU, mlp_width
-from angular_lab.spec import ModelSpec
 
 
 class _Permute(torch.autograd.Function):

@@ -1,8 +1,8 @@
 """qwen2: Qwen2 (arXiv 2407.10671), whose weights transformers can read and write (export.py)."""
 
+from angular_lab.config.spec import ModelSpec
 from angular_lab.models.base import LanguageModel
 from angular_lab.models.layers import Attention, Block, SwiGLU, mlp_width
-from angular_lab.spec import ModelSpec
 
 
 class Qwen2(LanguageModel):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from angular_lab.spec import ModelSpec
+from angular_lab.config.spec import ModelSpec
 
 if TYPE_CHECKING:  # importing torch.distributed.tensor costs a second
     from torch.distributed.tensor import DTensor

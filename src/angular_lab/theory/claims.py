@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from angular_lab.report_tables import Mark, Row, Table
+from angular_lab.report.tables import Mark, Row, Table
 from angular_lab.theory.tables import momentum, verdict
 
 Data = dict[str, Any]

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from angular_lab.plots import Panel, Trace
-from angular_lab.report_figures import Figure
+from angular_lab.report.figures import Figure
+from angular_lab.report.plots import Panel, Trace
 from angular_lab.theory.tables import kind_of, layer_of, shape_text
 
 Data = dict[str, Any]

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from angular_lab.report_page import Section, write_page
-from angular_lab.report_tables import Table
+from angular_lab.report.page import Section, write_page
+from angular_lab.report.tables import Table
 from angular_lab.theory import figures, tables
 from angular_lab.theory.claims import claims
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from angular_lab.recipes import recipe
-from angular_lab.runs import train
-from angular_lab.spec import Spec
+from angular_lab.config.named_runs import recipe
+from angular_lab.config.spec import Spec
+from angular_lab.training.start import train
 from angular_muown.theory import dual_steps, feasible, project, radial, tangent_polar
 
 LOOKS = (1, 5, 20, 50, 100, 150, 200, 250, 300)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from angular_lab.report_tables import Mark, Row, Table
+from angular_lab.report.tables import Mark, Row, Table
 
 Data = dict[str, Any]
 

@@ -1,0 +1,1 @@
+"""A step on a cluster that is not at hand, simulated."""

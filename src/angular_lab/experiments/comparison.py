@@ -1,0 +1,170 @@
+"""The paper's experiments as data, and the registry of all. No torch here."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from angular_lab.config.named_runs import recipe
+from angular_lab.data.manifest import Manifest
+from angular_lab.experiments import ablations, one_pass
+from angular_lab.experiments import extensions as beyond
+from angular_lab.experiments import published as paper
+from angular_lab.experiments.definition import (
+    HORIZONS,
+    LONGER,
+    RATES,
+    SCALES,
+    SEEDS,
+    TEASER,
+    Experiment,
+    Line,
+    base,
+    held,
+    trained_by,
+    with_tokens,
+)
+
+
+def teaser(scale: str) -> Experiment:
+    spec = base(scale)
+    names = (*TEASER, "muon") if scale == "s" else TEASER  # the paper leaves Muon out here
+    lines = tuple(Line(name, trained_by(spec, name), RATES[scale][name]) for name in names)
+    title = "Cooled-down loss at four horizons"
+    horizons, longer = HORIZONS[scale], LONGER[scale]
+    return Experiment("teaser", scale, title, lines, horizons, SEEDS[scale], longer)
+
+
+def angles(scale: str) -> Experiment:
+    spec = replace(base(scale), angle_every={"paper": 20, "s": 50, "nano": 5}[scale])
+    grid = tuple(k * 1e-3 for k in (1, 2, 4, 6, 8, 10)) if scale == "paper" else ()
+    variants: tuple[tuple[str, str, dict[str, Any]], ...] = (
+        ("adamw", "adamw", {}),
+        ("muon, no decay", "muon", {"weight_decay": 0.0}),
+        ("muon, decay 0.1", "muon", {"weight_decay": 0.1}),
+        ("normuon", "normuon", {}),
+        ("muown", "muown", {}),
+        ("angular_muown", "angular_muown", {}),
+        ("angular_muown, kappa = 1", "angular_muown", {"decay_degree": 0.0}),
+    )
+    lines = tuple(
+        Line(label, trained_by(spec, name, **changes), grid or (held(scale, name),))
+        for label, name, changes in variants
+    )
+    title = "Loss and angle per step"
+    return Experiment("angles", scale, title, lines, HORIZONS[scale][:1], SEEDS[scale][:1])
+
+
+def width(scale: str) -> Experiment:
+    widths = {"paper": (512, 768, 1280), "s": (256, 384, 640), "nano": (48, 96, 192)}[scale]
+    spec = base(scale)
+    if scale == "paper":
+        model = replace(spec.model, sequence=2048)
+        spec = replace(spec, batch=256, micro_batch=16, model=model)
+    size = spec.model.width // spec.model.heads
+    exponents = range(7, 3, -1) if scale == "s" else range(8, 2, -1)
+    lines = []
+    for d in widths:
+        inner = 0 if scale == "paper" else round(d * spec.model.mlp / spec.model.width)
+        model = replace(spec.model, width=d, heads=d // size, mlp=inner)
+        values = tuple(2.0**-k for k in exponents)
+        lines.append(
+            Line(f"d = {d}", trained_by(replace(spec, model=model), "angular_muown"), values)
+        )
+    horizon = {"paper": 5100, "s": HORIZONS["s"][0], "nano": 60}[scale]
+    title = "The same best rate at every width"
+    return Experiment("width", scale, title, tuple(lines), (horizon,), SEEDS[scale][:1])
+
+
+def qwen2(scale: str) -> Experiment:
+    spec = base(scale, "qwen2-0.5b")
+    if scale != "paper":
+        spec = replace(spec, model=replace(spec.model, kind="qwen2", kv_heads=1))
+    small = scale != "paper"
+    rates = RATES[scale]["angular_muown"] if small else tuple(paper.QWEN2[0].losses)
+    lines = (
+        Line("angular_muown", trained_by(spec, "angular_muown"), rates),
+        Line(
+            "angular_muown, kappa = 1", trained_by(spec, "angular_muown", decay_degree=0.0), rates
+        ),
+        Line("normuon", trained_by(spec, "normuon"), RATES[scale]["normuon"] if small else rates),
+    )
+    horizon = HORIZONS[scale][:1]
+    return Experiment("qwen2", scale, "Qwen2", lines, horizon, SEEDS[scale][:1])
+
+
+def moe(scale: str) -> Experiment:
+    spec = base(scale, "moe-1.1b")
+    if scale != "paper":
+        sizes: dict[str, Any] = {
+            "kind": "moe",
+            "experts": 8,
+            "experts_per_token": 2,
+            "dense_layers": 1,
+        }
+        inner = spec.model.mlp // 4
+        model = replace(spec.model, **sizes, expert_mlp=inner, shared_mlp=inner, tied=False)
+        spec = replace(spec, model=model)
+    rms, fan = (trained_by(spec, "angular_muown", scale=name) for name in ("rms", "fan_ratio"))
+    lines = (
+        Line("angular_muown, RMS scale", rms, (3e-4, 6e-4, 1e-3, 2e-3)),
+        Line("angular_muown, spectral scale", fan, (1e-3, 2e-3, 4e-3, 8e-3)),
+        Line("muon", trained_by(spec, "muon", scale="rms"), (3e-4, 6e-4, 1e-3, 2e-3)),
+    )
+    horizon = (spec.steps,) if scale == "paper" else HORIZONS[scale][:1]
+    return Experiment("moe", scale, "Mixture of experts", lines, horizon, SEEDS[scale][:1])
+
+
+def speedrun(scale: str) -> Experiment:
+    spec = recipe("speedrun") if scale == "paper" else base(scale)
+    if scale != "paper":
+        sizes: dict[str, Any] = {"kind": "gpt_speedrun", "soft_cap": 15.0, "tied": False}
+        spec = replace(spec, model=replace(spec.model, **sizes))
+    lines = (Line("angular_muown", trained_by(spec, "angular_muown"), (spec.optim.lr,)),)
+    seeds = tuple(range(8 if scale == "paper" else 3))
+    horizon = (spec.steps,) if scale == "paper" else HORIZONS[scale][:1]
+    title = "Optimization track of the speedrun"
+    return Experiment("speedrun", scale, title, lines, horizon, seeds)
+
+
+EXPERIMENTS: dict[str, Callable[[str], Experiment]] = {
+    "teaser": teaser,
+    "angles": angles,
+    "width": width,
+    "qwen2": qwen2,
+    "moe": moe,
+    "speedrun": speedrun,
+    "aux-lr": ablations.aux_lr,
+    "tuned-adamw": ablations.tuned_adamw,
+    "radius": ablations.radius,
+    "split-qkv": ablations.split_qkv,
+    "kappa": ablations.kappa,
+    "control": ablations.control,
+    "decayed": ablations.decayed,
+    "closest": ablations.closest,
+    "larger": ablations.larger,
+    "leads": beyond.leads,
+    "constrained": beyond.constrained,
+    "average": beyond.average,
+    "rivals": beyond.rivals,
+    "schedules": beyond.schedules,
+    "one-pass": one_pass.one_pass,
+    "one-pass-long": one_pass.one_pass_long,
+}
+
+
+def experiment(name: str, scale: str) -> Experiment:
+    if name not in EXPERIMENTS:
+        near = get_close_matches(name, EXPERIMENTS, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ValueError(f"unknown experiment '{name}': {hint}There are {', '.join(EXPERIMENTS)}")
+    if scale not in SCALES:
+        raise ValueError(f"--scale {scale}: it must be {', '.join(SCALES)}")
+    return EXPERIMENTS[name](scale)
+
+
+def planned(name: str, scale: str, data: str) -> Experiment:
+    """The experiment, with the vocabulary that the prepared data needs."""
+    plan, prepared = experiment(name, scale), Manifest.load(Path(data)) if data else None
+    return with_tokens(plan, prepared.vocabulary) if prepared else plan

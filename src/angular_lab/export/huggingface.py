@@ -1,0 +1,149 @@
+"""Weights to and from Hugging Face transformers: dense as Llama, qwen2 as Qwen2.
+
+The lab fuses q, k, v and gate, up; transformers keeps them apart. Nothing else differs, so an
+exported checkpoint gives the same logits.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from angular_lab.config.spec import ModelSpec
+from angular_lab.data.tokenizer import Tokenizer
+from angular_lab.models import LanguageModel
+from angular_lab.models.layers import head_size, kv_heads, mlp_width, qkv_rows
+
+Exported = tuple[dict[str, Tensor], dict[str, Any]]  # state and configuration
+
+EMBEDDING, HEAD = "embedding.weight", "lm_head.weight"
+OUTER = {EMBEDDING: "model.embed_tokens.weight", "norm.weight": "model.norm.weight", HEAD: HEAD}
+# A parameter of a layer here -> its parts there, from the first row to the last.
+INNER = {
+    "attn_norm.weight": ("input_layernorm.weight",),
+    "attn.qkv.weight": tuple(f"self_attn.{part}_proj.weight" for part in "qkv"),
+    "attn.qkv.bias": tuple(f"self_attn.{part}_proj.bias" for part in "qkv"),
+    "attn.out.weight": ("self_attn.o_proj.weight",),
+    "mlp_norm.weight": ("post_attention_layernorm.weight",),
+    "mlp.gate_up.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.down.weight": ("mlp.down_proj.weight",),
+}
+
+
+def to_llama(model: LanguageModel) -> Exported:
+    """State and configuration of the LlamaForCausalLM that computes what the dense model does."""
+    config = {"attention_bias": False, "mlp_bias": False, "head_dim": head_size(model.spec)}
+    return _to_transformers(model, "dense", "llama", "LlamaForCausalLM", config)
+
+
+def to_qwen2(model: LanguageModel) -> Exported:
+    """State and configuration of the Qwen2ForCausalLM that computes what the qwen2 model does."""
+    config = {"use_sliding_window": False}
+    return _to_transformers(model, "qwen2", "qwen2", "Qwen2ForCausalLM", config)
+
+
+def from_qwen2(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state of a Qwen2ForCausalLM as one for `load_state_dict` of the qwen2 model."""
+    taken = set()
+
+    def take(names: tuple[str, ...]) -> Tensor:
+        missing = [name for name in names if name not in state]
+        if missing:
+            raise ValueError(f"the Qwen2 state has no {', '.join(missing)}")
+        taken.update(names)
+        return torch.cat([state[name] for name in names])
+
+    tied = HEAD not in state  # files of tied models hold the matrix once
+    own = {name: take((OUTER[EMBEDDING if tied and name == HEAD else name],)) for name in OUTER}
+    layers = {name.split(".")[2] for name in state if name.startswith("model.layers.")}
+    for layer in sorted(layers, key=int):
+        for name, parts in INNER.items():
+            theirs = tuple(f"model.layers.{layer}.{part}" for part in parts)
+            own[f"layers.{layer}.{name}"] = take(theirs)
+    if unknown := sorted(set(state) - taken):
+        raise ValueError(f"these are no weights of Qwen2: {', '.join(unknown)}")
+    return own
+
+
+EXPORTS: dict[str, Callable[[LanguageModel], Exported]] = {"dense": to_llama, "qwen2": to_qwen2}
+
+
+def export(
+    model: LanguageModel,
+    spec: ModelSpec,
+    folder: str | PathLike[str],
+    tokenizer: Tokenizer | None = None,
+) -> None:
+    """Write config.json and model.safetensors, for `from_pretrained(folder)` of transformers; with
+    a tokenizer, its files too. Its token between documents begins and ends a text."""
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise ImportError(
+            "export needs the package safetensors: pip install -e '.[lab]'"
+        ) from error
+    if spec.kind not in EXPORTS:
+        raise ValueError(f"transformers has no model like {spec.kind!r}, only {sorted(EXPORTS)}")
+    if spec != model.spec:
+        raise ValueError(f"the model was built from {model.spec}, not from {spec}")
+    state, config = EXPORTS[spec.kind](model)
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    if tokenizer is not None:
+        config |= dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.end_of_text)
+        for name, text in (tokenizer.for_transformers or {}).items():
+            (path / name).write_text(text, "utf-8")
+    # Older releases of transformers refuse files that do not say which framework wrote them.
+    save_file(state, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _to_transformers(
+    model: LanguageModel, kind: str, model_type: str, architecture: str, config: dict[str, Any]
+) -> Exported:
+    spec = model.spec
+    if spec.kind != kind or spec.soft_cap:
+        raise ValueError(
+            f"{architecture} cannot be a model of kind {spec.kind!r} with soft_cap="
+            f"{spec.soft_cap:g}: it needs {kind!r} without a cap"
+        )
+    shared = {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "torch_dtype": str(model.norm.weight.dtype).removeprefix("torch."),
+        "vocab_size": spec.vocabulary,
+        "max_position_embeddings": spec.sequence,
+        "num_hidden_layers": spec.layers,
+        "hidden_size": spec.width,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": kv_heads(spec),
+        "intermediate_size": mlp_width(spec),
+        "hidden_act": "silu",
+        "rms_norm_eps": spec.norm_eps,
+        "rope_theta": spec.rope_base,
+        "initializer_range": spec.init_std,
+        "tie_word_embeddings": spec.tied,
+        "bos_token_id": None,  # the lab's tokens come from any tokenizer
+        "eos_token_id": None,
+    }
+    return _cut(model), shared | config
+
+
+def _cut(model: LanguageModel) -> dict[str, Tensor]:
+    """The state under transformers' names, every tensor on the CPU with storage of its own."""
+    sizes = {3: qkv_rows(model.spec), 2: [mlp_width(model.spec)] * 2}
+    theirs: dict[str, Tensor] = {}
+    for name, value in model.state_dict().items():
+        if name in OUTER:
+            if name != HEAD or not model.spec.tied:
+                theirs[OUTER[name]] = value
+            continue
+        _, layer, inner = name.split(".", 2)
+        parts = INNER[inner]
+        rows = value.split(sizes.get(len(parts), [len(value)]))
+        theirs |= {f"model.layers.{layer}.{p}": r for p, r in zip(parts, rows, strict=True)}
+    return {name: value.detach().cpu().clone() for name, value in theirs.items()}

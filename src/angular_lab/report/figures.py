@@ -1,0 +1,246 @@
+"""A sweep's curves as figures, each with a caption that says what is seen and from which runs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log
+from statistics import fmean
+
+from angular_lab.report.plots import Panel, Trace
+from angular_lab.report.regimes import prediction
+from angular_lab.report.results import key_of
+from angular_lab.report.runs import Run
+from angular_lab.report.sweeps import Member, SweepData, short
+from angular_lab.report.tables import seeds_form, tokens_form
+
+FAMILY = ("adamw", "angular_muown", "muown", "normuon", "muon")  # a colour each, on every figure
+
+
+@dataclass(frozen=True)
+class Figure:
+    key: str  # its file name and id
+    panel: Panel
+    caption: str
+
+
+def colors(names: Sequence[tuple[str, str]]) -> dict[str, int]:
+    """A colour by label, from (label, optimizer): an optimizer's own where it is free."""
+    taken: dict[str, int] = {}
+    for label, optimizer in names:
+        if optimizer in FAMILY and FAMILY.index(optimizer) not in taken.values():
+            taken[label] = FAMILY.index(optimizer)
+    free = (i for i in range(len(names) + len(FAMILY)) if i not in taken.values())
+    rest = {label: next(free) for label, _ in names if label not in taken}
+    return taken | rest
+
+
+def sweep_figures(sweep: SweepData) -> list[Figure]:
+    paint = colors([(label, sweep.optimizer(label)) for label in sweep.lines])
+    first = {
+        label: found[sweep.seeds[0]]
+        for label in sweep.lines
+        if sweep.seeds[0] in (found := sweep.at_best(label))
+    }
+    made = [
+        loss_curves(sweep, first, paint),
+        horizon_figure(sweep, paint),
+        horizon_figure(sweep, paint, sweep.ours) if sweep.ours else None,
+        value_figure(sweep, paint),
+        angle_figure(sweep, first, paint),
+        norm_figure(sweep, first, paint),
+    ]
+    return [figure for figure in made if figure is not None]
+
+
+def _chosen(sweep: SweepData, members: dict[str, Member]) -> str:
+    """For captions: which runs."""
+    axes = {short(m.axis) for m in members.values()}
+    shared = len(axes) == 1
+    values = ", ".join(
+        f"{label} {m.value:g}" if shared else f"{label}, {short(m.axis)} {m.value:g}"
+        for label, m in members.items()
+    )
+    what = axes.pop() if shared else "value"
+    return f"Each line at its best {what} ({values}), one seed ({sweep.seeds[0]})."
+
+
+def path(member: Member) -> list[Run]:
+    """The runs that lead to the longest horizon: the trunk and its last cool-down."""
+    last = [member.ends[max(member.ends)]] if member.ends else []
+    return [*([member.trunk] if member.trunk else []), *last]
+
+
+def joined(member: Member, key: str) -> tuple[list[float], list[float]]:
+    """A series along the path; where runs overlap, the later run counts."""
+    points: dict[float, float] = {}
+    for run in path(member):
+        start = run.spec.parent_step * run.spec.tokens_per_step
+        points = {x: y for x, y in points.items() if x <= start or not run.spec.parent_step}
+        points |= dict(zip(*run.series(key), strict=True))
+    return list(points), list(points.values())
+
+
+def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float | None:
+    """Between the neighbours; the last value beyond the end; None before the beginning."""
+    before = [i for i, at in enumerate(xs) if at <= x]
+    if not before:
+        return None
+    i = before[-1]
+    if xs[i] == x or i + 1 == len(xs):
+        return ys[i]
+    return ys[i] + (ys[i + 1] - ys[i]) * (x - xs[i]) / (xs[i + 1] - xs[i])
+
+
+def _branch(trunk: Run, run: Run, key: str) -> tuple[list[float], list[float]]:
+    """A cool-down, from where it leaves the trunk."""
+    xs, ys = run.series(key)
+    start = float(run.spec.parent_step * run.spec.tokens_per_step)
+    level = interpolate(*trunk.series(key), start)
+    return (xs, ys) if level is None else ([start, *xs], [level, *ys])
+
+
+def loss_curves(
+    sweep: SweepData, members: dict[str, Member], paint: dict[str, int]
+) -> Figure | None:
+    traces: list[Trace] = []
+    runs = [member.trunk or run for member in members.values() for run in member.ends.values()]
+    # Short runs are evaluated once, at the end: a point is no curve.
+    evaluated = any(len(run.series("val_loss")[0]) > 1 for run in runs)
+    key, what = ("val_loss", "Validation") if evaluated else ("loss", "Training")
+    for label, member in members.items():
+        for run in [member.trunk] if member.trunk else member.ends.values():
+            traces.append(Trace(*run.series(key), paint[label], label))
+        if member.trunk:
+            for run in member.ends.values():
+                points = _branch(member.trunk, run, key)
+                traces.append(Trace(*points, paint[label], kind="branch"))
+    if not any(trace.xs for trace in traces):
+        return None
+    panel = Panel(traces, "tokens", f"{what.lower()} loss", y_top=loss_top(traces))
+    how = "over training"
+    if any(member.trunk for member in members.values()):
+        how = "of the trunks at a constant rate, and of the cool-downs that leave them"
+    caption = f"{what} loss {how}. {_chosen(sweep, members)}"
+    return Figure(key_of(sweep, "loss-curves"), panel, caption)
+
+
+def loss_top(traces: Sequence[Trace]) -> float | None:
+    """Losses of the first tenth are cut off: they would squeeze what is to be compared."""
+    end = max((x for trace in traces for x in trace.xs), default=0.0)
+    late = [y for t in traces for x, y in zip(t.xs, t.ys, strict=True) if x >= 0.1 * end]
+    low = min((y for trace in traces for y in trace.ys), default=0.0)
+    return max(late) + 0.05 * (max(late) - low) if late and max(late) > low else None
+
+
+def horizon_figure(sweep: SweepData, paint: dict[str, int], ours: str = "") -> Figure | None:
+    """Losses, or how far they are above those of our line, seed by seed: lines that lie on each
+    other in the first figure part in the second."""
+    if len(sweep.horizons) < 2:
+        return None
+
+    def shown(label: str, horizon: int) -> dict[int, float]:
+        losses = sweep.shown(label, horizon)
+        level = sweep.shown(ours, horizon) if ours else dict.fromkeys(losses, 0.0)
+        return {seed: losses[seed] - level[seed] for seed in losses if seed in level}
+
+    traces: list[Trace] = []
+    seeds: dict[str, str] = {}
+    for label in sweep.lines:
+        means: list[tuple[float, float]] = []
+        for horizon in sweep.horizons:
+            tokens, losses = sweep.tokens(horizon), shown(label, horizon)
+            if tokens is not None and losses:
+                means.append((tokens, fmean(losses.values())))
+                points = [tokens] * len(losses), list(losses.values())
+                traces.append(Trace(*points, paint[label], kind="points"))
+                seeds[label] = seeds_form(list(losses))
+        if means:
+            xs, ys = zip(*means, strict=True)
+            traces.append(Trace(xs, ys, paint[label], label))
+    if not traces:
+        return None
+    ticks = [tokens for h in sweep.horizons if (tokens := sweep.tokens(h)) is not None]
+    what = f"loss above {ours}'s" if ours else "cooled-down loss"
+    panel = Panel(traces, "tokens (log)", what, log_x=True, x_ticks=ticks)
+    alike = len(set(seeds.values())) == 1
+    listed = (
+        next(iter(seeds.values())) if alike else "; ".join(f"{x}: {s}" for x, s in seeds.items())
+    )
+    losses = f"How far losses are above {ours}'s" if ours else "Loss"
+    caption = f"{losses} after the cool-down against the horizon: rings are runs, the line is their"
+    caption += f" mean. {listed[0].upper()}{listed[1:]}."
+    return Figure(key_of(sweep, "above-ours" if ours else "horizons"), panel, caption)
+
+
+def value_figure(sweep: SweepData, paint: dict[str, int]) -> Figure | None:
+    last, first = sweep.horizons[-1], sweep.seeds[0]
+    traces: list[Trace] = []
+    lines = [label for label in sweep.lines if sweep.on_axis(label)]
+    for label in lines:
+        ours = sorted((m for m in sweep.of_line(label) if m.seed == first), key=lambda m: m.value)
+        ends = [(m.value, end[1]) for m in ours if (end := m.final(last)) is not None]
+        broken = [m.value for m in ours if m.diverged]
+        if ends:
+            best = sweep.best.get(label)
+            edge = " (edge)" if sweep.at_edge(label) else ""
+            xs, ys = zip(*ends, strict=True)
+            traces.append(Trace(xs, ys, paint[label], f"{label}{edge}", "dots"))
+            if best:
+                traces.append(Trace([best.lr], [best.loss], paint[label], kind="best"))
+        if broken:
+            traces.append(Trace(broken, [], paint[label], f"{label} diverged", "diverged"))
+    values = sorted({m.value for label in lines for m in sweep.of_line(label)})
+    if not sweep.chose or not traces:
+        return None
+    axis = sweep.axis
+    ticks = thinned(values)
+    panel = Panel(traces, f"{axis} (log)", "final loss", log_x=True, x_ticks=ticks)
+    caption = (
+        f"Final loss at {tokens_form(sweep.tokens(last))} tokens against {axis}, one seed ({first})"
+        "; a star marks the best of a line. Edge: it lies at the end of its grid, so the optimum "
+        "may lie outside."
+    )
+    return Figure(key_of(sweep, "loss-by-value"), panel, caption)
+
+
+def thinned(values: Sequence[float]) -> list[float]:
+    """Ticks at the values, as many as fit."""
+    kept: list[float] = []
+    least = log(values[-1] / values[0]) / 8
+    for value in values:
+        if not kept or log(value / kept[-1]) >= least:
+            kept.append(value)
+    return kept
+
+
+def angle_figure(
+    sweep: SweepData, members: dict[str, Member], paint: dict[str, int]
+) -> Figure | None:
+    traces: list[Trace] = []
+    said: dict[str, None] = {}
+    for label, member in members.items():
+        xs, ys = joined(member, "angle_mean")
+        if any(y > 0 for y in ys):
+            traces.append(Trace(xs, ys, paint[label], label))
+        for run in path(member):
+            expected = prediction(run)
+            if expected is not None:
+                traces.append(Trace(expected.xs, expected.ys, paint[label], kind="prediction"))
+                said[expected.text] = None
+    if not traces:
+        return None
+    panel = Panel(traces, "tokens", "mean angle per step (rad)", log_y=True)
+    caption = f"Mean angle by which a step turns a row. {_chosen(sweep, members)}"
+    if said:
+        caption += f" Dashed, the theory: {'; '.join(said)}."
+    return Figure(key_of(sweep, "angles"), panel, caption)
+
+
+def norm_figure(
+    sweep: SweepData, members: dict[str, Member], paint: dict[str, int]
+) -> Figure | None:
+    found = {label: joined(member, "row_norm_mean") for label, member in members.items()}
+    traces = [Trace(*points, paint[label], label) for label, points in found.items() if points[0]]
+    if not traces:
+        return None
+    caption = f"Mean length of the rows of the hidden matrices. {_chosen(sweep, members)}"
+    return Figure(key_of(sweep, "row-norms"), Panel(traces, "tokens", "mean row norm"), caption)

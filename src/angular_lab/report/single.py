@@ -1,0 +1,116 @@
+"""Runs that belong to no sweep: a table, their curves, and whether they may be compared."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from angular_lab.report.figures import Figure, colors, loss_top
+from angular_lab.report.page import Section
+from angular_lab.report.plots import Panel, Trace
+from angular_lab.report.runs import Run
+from angular_lab.report.tables import Mark, Table, loss
+
+KEYS = (
+    ("val_loss", "validation loss", "Validation loss"),
+    ("angle_mean", "mean angle per step (rad)", "Mean angle by which a step turns a row"),
+    ("row_norm_mean", "mean row norm", "Mean length of the rows of the hidden matrices"),
+    ("loss", "training loss", "Training loss, as logged"),
+)
+
+
+def labels(runs: Sequence[Run]) -> list[str]:
+    """The optimizer's name where that tells the runs apart, the folder's where not."""
+    names = [run.spec.optim.name for run in runs]
+    if len(set(names)) == len(names):
+        return names
+    folders = [run.name for run in runs]
+    if len(set(folders)) == len(folders):
+        return folders
+    return [f"{run.folder.parent.name}/{run.name}" for run in runs]
+
+
+def _angles(run: Run) -> list[float]:
+    """Between warm-up and cool-down, where the rate says nothing of its own; all without those."""
+    found = [(x["step"], x["angle_mean"]) for x in run.metrics if "angle_mean" in x]
+    warm, until = run.spec.schedule.warmup, run.full_rate_until
+    return [a for step, a in found if warm < step <= until] or [a for _, a in found]
+
+
+def row(run: Run) -> dict[str, Any]:
+    """Where a run ended and how fast it was."""
+    last = run.metrics[-1] if run.metrics else {}
+    evaluated = next((x for x in reversed(run.metrics) if "val_loss" in x), {})
+    angles = _angles(run)
+    return {
+        "optimizer": run.spec.optim.name,
+        "lr": run.spec.optim.lr,
+        "aux lr": run.spec.optim.spelled_out().aux_lr,
+        "steps": last.get("step"),
+        "tokens": last.get("tokens"),
+        "validation loss": evaluated.get("val_loss"),
+        **{
+            f"of the average, {window:g}": evaluated.get(name)
+            for window, name in run.spec.averages.items()
+        },
+        "bits per byte": evaluated.get("val_bits_per_byte"),
+        "angle at full rate (mrad)": f"{1e3 * angles[0]:.2f} - {1e3 * angles[-1]:.2f}"
+        if angles
+        else None,
+        "tokens/s": run.speed,
+    }
+
+
+def single_section(runs: Sequence[Run], key: str, title: str) -> Section:
+    """Runs of one kind of data: `groups` makes sure of it."""
+    rows = []
+    for run in runs:
+        values = row(run)
+        final = values["validation loss"]
+        values["validation loss"] = loss(final)
+        extra = {"seed": run.spec.seed, "status": run.status}
+        rows.append(values | extra | {"folder": Mark(str(run.folder), "", run.name)})
+    note = "One run each: a difference between two of them is no evidence without more seeds."
+    warnings = [
+        f"{run.folder} is {run.status}: its last line is at step "
+        f"{run.metrics[-1]['step'] if run.metrics else 0:,} of {run.spec.steps:,}"
+        for run in runs
+        if run.status != "done"
+    ]
+    table = Table(f"{key}-summary", "Where the runs ended", rows, note)
+    figures = [figure for k in KEYS if (figure := _figure(runs, key, *k)) is not None]
+    return Section(key, title, warnings=warnings, tables=[table], figures=figures)
+
+
+def _figure(runs: Sequence[Run], key: str, name: str, axis: str, what: str) -> Figure | None:
+    texts = labels(runs)
+    paint = colors([(x, run.spec.optim.name) for x, run in zip(texts, runs, strict=True)])
+    traces = [
+        Trace(*run.series(name), paint[label], label)
+        for label, run in zip(texts, runs, strict=True)
+        if run.series(name)[0]
+    ]
+    if not traces:
+        return None
+    is_loss = "loss" in name
+    top = loss_top(traces) if is_loss else None
+    panel = Panel(traces, "tokens", axis, log_y=name == "angle_mean", y_top=top)
+    seeds = sorted({run.spec.seed for run in runs})
+    many = "seed" if len(seeds) == 1 else "seeds"
+    caption = f"{what}. {len(traces)} run{'s' * (len(traces) != 1)}, one for each curve, "
+    caption += f"{many} {', '.join(map(str, seeds))}."
+    return Figure(f"{key}-{name.replace('_', '-')}", panel, caption)
+
+
+def groups(runs: Sequence[Run], warnings: list[str]) -> list[list[Run]]:
+    """Runs whose losses may be compared, together; the largest group first."""
+    kinds = Counter(run.comparable for run in runs)
+    if len(kinds) > 1:
+        listed = "; ".join(
+            f"{count} with data {data[:12] or 'unknown'} and vocabulary {vocabulary:,}"
+            for (data, vocabulary), count in kinds.most_common()
+        )
+        warnings.append(
+            f"The single runs differ in data or vocabulary ({listed}): their losses are not "
+            "comparable, so each kind has its own section"
+        )
+    return [[run for run in runs if run.comparable == kind] for kind, _ in kinds.most_common()]

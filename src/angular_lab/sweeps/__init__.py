@@ -1,0 +1,1 @@
+"""Running an experiment: its trials on one machine or many."""

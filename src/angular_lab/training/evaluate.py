@@ -1,0 +1,40 @@
+"""Validation loss over a fixed set of windows, the same at any number of ranks."""
+
+from math import exp, log
+
+import numpy as np
+import torch
+from torch import nn
+
+from angular_lab.data.shards import Tokens
+from angular_lab.training.ranks import Ranks
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, tokens: Tokens, count: int, batch: int, ranks: Ranks, autocast: torch.autocast
+) -> dict[str, float]:
+    """`count` windows from the start, in batches; each rank takes every world-th batch, or those of
+    a tensor-parallel group take it together.
+
+    Every window has the same length, so the mean over windows is the mean over tokens. A rank that
+    has no batch left repeats the first one with weight 0: a sharded model's forward pass is a
+    collective, so all ranks need the same number of them.
+    """
+    count = min(count, len(tokens))
+    total = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    model.eval()
+    for first in range(0, count, batch * ranks.data_world):
+        start = first + batch * ranks.data_rank
+        own = np.arange(start, min(start + batch, count))
+        windows = tokens.windows(own if len(own) else np.arange(min(batch, count)))
+        data = torch.from_numpy(windows).to(ranks.device)
+        with autocast:
+            loss = model(data[:, :-1], data[:, 1:])
+        total += loss.double() * len(own)
+    model.train()
+    loss_value = (ranks.sum(total) / ranks.tensor / count).item()
+    metrics = {"val_loss": loss_value, "val_perplexity": exp(min(loss_value, 700.0))}
+    if tokens.bytes_per_token:
+        metrics["val_bits_per_byte"] = loss_value / log(2) / tokens.bytes_per_token
+    return metrics

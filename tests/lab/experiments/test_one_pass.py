@@ -1,0 +1,63 @@
+"""The plan of the comparison on text that is read once."""
+
+from dataclasses import replace
+from math import isclose
+
+import pytest
+
+from angular_lab.config.spec import Spec
+from angular_lab.experiments.comparison import experiment
+from angular_lab.experiments.definition import SCALES
+from angular_lab.experiments.one_pass import GRIDS, SCHEDULES, STEPS, WHOLE
+
+SPECS = {line.label: line.spec for line in experiment("one-pass", "s").lines}
+
+
+def test_every_method_has_every_schedule_and_a_grid_in_even_ratios() -> None:
+    pairs = [(method, schedule) for method, schedule, _ in GRIDS]
+    methods = {method for method, _ in pairs}
+    assert len(methods) == 9
+    assert sorted(pairs) == sorted((m, s) for m in methods for s in SCHEDULES)
+    for _, _, (low, middle, high) in (*GRIDS, *WHOLE):
+        assert low < middle < high
+        assert isclose(middle / low, high / middle, rel_tol=0.05)
+
+
+def test_schedules_of_a_method_differ_in_the_cool_down_alone() -> None:
+    def without(spec: Spec) -> Spec:
+        return replace(spec, schedule=replace(spec.schedule, decay=0.0))
+
+    for method in {method for method, _, _ in GRIDS}:
+        specs = [SPECS[f"{method}, {schedule}"] for schedule in SCHEDULES]
+        assert [spec.schedule.decay for spec in specs] == [0.2, 0.5, 0.95]
+        assert without(specs[0]) == without(specs[1]) == without(specs[2])
+
+
+def test_what_sets_the_methods_apart() -> None:
+    def optim(method: str) -> dict[str, object]:
+        spec, usual = SPECS[f"{method}, linear to zero"].optim, Spec().optim
+        return {k: v for k, v in vars(spec).items() if v != getattr(usual, k)}
+
+    assert optim("angular_muown") == {}
+    assert optim("angular_muown, kappa = 1") == {"decay_degree": 0.0}
+    assert optim("normuon") == {"name": "normuon"}
+    assert optim("normuon, decay 0.1") == {"name": "normuon", "weight_decay": 0.1}
+    assert optim("magnitude_direction") == {"name": "magnitude_direction", "radius_lr": 4e-3}
+    assert optim("adamw") == {"name": "adamw", "weight_decay": 0.1, "aux_lr": 1.6e-2}
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_horizons_are_quarters_and_each_ends_with_an_evaluation(scale: str) -> None:
+    quarter, *longer = STEPS[scale]
+    assert all(isclose(steps / quarter, k, rel_tol=0.01) for k, steps in enumerate(longer, 2))
+    plan = experiment("one-pass", scale)
+    assert plan.horizons == (quarter,)
+    assert {line.spec.eval_every for line in plan.lines} == {quarter}
+
+
+def test_all_of_the_text_differs_from_a_quarter_in_its_length_and_rates_alone() -> None:
+    plan = experiment("one-pass-long", "s")
+    assert plan.horizons == STEPS["s"][-1:]
+    assert len(plan.seeds) == 4
+    assert all(line.spec == SPECS[line.label] for line in plan.lines)
+    assert {method for method, _, _ in WHOLE} == {method for method, _, _ in GRIDS}

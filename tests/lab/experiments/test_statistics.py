@@ -1,0 +1,406 @@
+"""Statements about losses: values computed by hand, laws, and what is refused."""
+
+import subprocess
+import sys
+from math import inf, log, nan, sqrt
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from angular_lab.experiments import published as paper
+from angular_lab.experiments.statistics import (
+    best_rate,
+    paired_differences,
+    speed_up,
+    speed_up_interval,
+    speedrun_passes,
+    tokens_to_reach,
+    verdict,
+    wall_clock_speed_up,
+)
+
+LOSSES = st.floats(1, 10)
+TOKENS = st.integers(10**3, 10**12)  # stay distinct in any unit, as neighbouring floats do not
+SEEDED = st.dictionaries(st.integers(0, 5), LOSSES, max_size=6)
+OURS = paper.TEASER["angular_muown"].curve
+
+
+@st.composite
+def curves(draw: st.DrawFn) -> list[tuple[float, float]]:
+    tokens = sorted(draw(st.lists(TOKENS, min_size=2, max_size=6, unique=True)))
+    return [(count, draw(LOSSES)) for count in tokens]
+
+
+def falling(curve: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    tokens, losses = zip(*curve, strict=True)
+    return list(zip(tokens, sorted(losses, reverse=True), strict=True))
+
+
+# Tokens to reach a loss
+
+
+def test_tokens_to_reach_by_hand() -> None:
+    # Half of the fall from 4 to 3, so half of the way from log 100 to log 400: sqrt(100 * 400).
+    assert tokens_to_reach([(100, 4.0), (400, 3.0)], 3.5) == pytest.approx(200)
+    # A quarter: 100 * 4^(1/4) = 141.42; on a line in tokens it would be 175.
+    assert tokens_to_reach([(100, 4.0), (400, 3.0)], 3.75) == pytest.approx(100 * sqrt(2))
+
+
+@given(curves())
+def test_at_its_points_a_falling_curve_is_exact(curve) -> None:
+    curve = falling(curve)
+    for tokens, loss in curve:
+        first = min(other for other, reached in curve if reached == loss)
+        assert tokens_to_reach(curve, loss) == first <= tokens
+
+
+@given(curves(), st.floats(0, 1))
+def test_between_two_points_it_is_linear_in_log_tokens(curve, share) -> None:
+    (left, high), (right, low) = falling(curve)[:2]
+    assume(high - low > 1e-6)
+    loss = max(low, high - share * (high - low))  # rounding must not lead past the second point
+    tokens = tokens_to_reach(falling(curve), loss)
+    assert tokens is not None
+    assert log(tokens) == pytest.approx(log(left) + share * (log(right) - log(left)), abs=1e-6)
+
+
+@given(curves(), LOSSES)
+def test_the_first_crossing_and_nothing_beyond_the_curve(curve, loss) -> None:
+    tokens = tokens_to_reach(curve, loss)
+    if curve[0][1] < loss or min(reached for _, reached in curve) > loss:
+        assert tokens is None
+    else:
+        first = next(count for count, reached in curve if reached <= loss)
+        assert tokens is not None
+        assert curve[0][0] <= tokens <= first * (1 + 1e-12)
+        assert all(reached > loss for count, reached in curve if count < tokens * (1 - 1e-12))
+
+
+def test_a_curve_that_goes_up_again() -> None:
+    # Down through 3.5 between 100 and 400 (half: 200), up, and down again after 1600.
+    curve = [(100, 4.0), (400, 3.0), (1600, 3.8), (6400, 2.0)]
+    assert tokens_to_reach(curve, 3.5) == pytest.approx(200)
+    # Not reached before the rise: 3.8 to 2.0 passes 2.9 at half, sqrt(1600 * 6400) = 3200.
+    assert tokens_to_reach(curve, 2.9) == pytest.approx(3200)
+
+
+def test_no_extrapolation() -> None:
+    assert tokens_to_reach([(100, 4.0), (400, 3.0)], 2.999) is None
+    assert tokens_to_reach([(100, 4.0), (400, 3.0)], 4.001) is None
+    assert tokens_to_reach([(100, 4.0), (400, 3.0)], 3.0) == 400
+    assert tokens_to_reach([(100, 4.0), (400, 3.0)], 4.0) == 100
+
+
+@pytest.mark.parametrize(
+    ("curve", "words"),
+    [
+        ([], "a curve of 0 points: it takes at least two"),
+        ([(100, 3.0)], "a curve of 1 points"),
+        ([(400, 3.0), (100, 4.0)], "100 tokens follow 400: sort the curve"),
+        ([(100, 3.0), (100, 4.0)], "100 tokens follow 100"),
+        ([(100, 3.0), (400, nan)], "the loss at 400 tokens is nan: leave out what diverged"),
+        ([(100, inf), (400, 3.0)], "the loss at 100 tokens is inf"),
+        ([(100, 3.0), (inf, 3.0)], "a curve's tokens is inf: it must be positive and finite"),
+        ([(0, 3.0), (400, 3.0)], "a curve's tokens is 0"),
+    ],
+)
+def test_bad_curves(curve, words) -> None:
+    with pytest.raises(ValueError, match=words):
+        tokens_to_reach(curve, 3.0)
+    with pytest.raises(ValueError, match=words):
+        speed_up(curve, OURS)
+    with pytest.raises(ValueError, match=words):
+        speed_up(OURS, curve)
+
+
+def test_a_loss_to_reach_that_is_no_number() -> None:
+    with pytest.raises(ValueError, match="the loss to reach is nan"):
+        tokens_to_reach(OURS, nan)
+
+
+# Speed-ups
+
+
+@pytest.mark.parametrize(
+    ("reference", "ratio"),
+    [
+        # 3.071 to 2.972 passes 2.982 at 89/99: 2.5B * 2^(89/99) = 4.662B, and 10 / 4.662 = 2.145
+        ("adamw", 2.15),
+        # 2.972 to 2.928 passes 2.964 at 8/44: 5B * 1.5^(8/44) = 5.383B, and 10 / 5.383 = 1.858
+        ("normuon", 1.86),
+        # 2.972 to 2.928 passes 2.949 at 23/44: 5B * 1.5^(23/44) = 6.180B, and 10 / 6.180 = 1.618
+        ("muown", 1.62),
+        ("angular_muown", 1.0),
+    ],
+)
+def test_the_papers_own_numbers(reference, ratio) -> None:
+    found = speed_up(OURS, paper.TEASER[reference].curve)
+    assert found is not None
+    assert round(found, 2) == ratio
+
+
+def test_the_reference_decides_the_largest_number_of_tokens() -> None:
+    # We need 200 for its 3.5, it takes 300; how far our own curve goes does not matter.
+    assert speed_up([(100, 4.0), (400, 3.0)], [(50, 5.0), (300, 3.5)]) == pytest.approx(1.5)
+
+
+def test_a_reference_out_of_reach() -> None:
+    assert speed_up(paper.TEASER["adamw"].curve, OURS) is None
+
+
+@given(curves(), curves(), st.floats(1e-3, 1e3))
+def test_the_unit_of_tokens_does_not_matter(ours, reference, unit) -> None:
+    before = speed_up(ours, reference)
+    after = speed_up(
+        [(unit * tokens, loss) for tokens, loss in ours],
+        [(unit * tokens, loss) for tokens, loss in reference],
+    )
+    assert after == (before if before is None else pytest.approx(before))
+
+
+@given(curves(), st.floats(0.1, 10))
+def test_a_curve_that_needs_k_times_fewer_tokens(curve, k) -> None:
+    curve = falling(curve)
+    assume(curve[-2][1] > curve[-1][1])
+    assert speed_up([(tokens / k, loss) for tokens, loss in curve], curve) == pytest.approx(k)
+
+
+def test_wall_clock() -> None:
+    # Twice fewer tokens, each 1 / 0.8 as slow: 2 * 0.8.
+    assert wall_clock_speed_up(2.0, 800_000, 1_000_000) == pytest.approx(1.6)
+    for bad in ((0, 1, 1), (1, nan, 1), (1, 1, -1), (1, 1, inf)):
+        with pytest.raises(ValueError, match="must be positive and finite"):
+            wall_clock_speed_up(*bad)
+
+
+def test_speed_ups_by_seed() -> None:
+    reference = [(100, 5.0), (400, 3.5)]
+    fast, slow = [(100, 4.0), (400, 3.0)], [(100, 4.5), (1600, 2.5)]
+    found = speed_up_interval(
+        {1: slow, 0: fast, 2: [(100, 5.0), (400, 4.0)], 3: fast, 5: [(1, 3.0), (2, 2.0)],
+         6: [(100, 4.0), (400, nan)]},
+        {0: reference, 1: reference, 2: reference, 4: reference, 5: reference, 6: reference},
+    )  # fmt: skip
+    # Seed 0: 400 / 200. Seed 1: half of 4.5 to 2.5, 400 / sqrt(100 * 1600).
+    assert found.by_seed == {0: pytest.approx(2.0), 1: pytest.approx(1.0)}
+    assert found.mean == pytest.approx(sqrt(2))  # of what multiplies
+    # The logarithms log 2 and 0 have the standard error log 2 / 2, and t is 12.706.
+    assert found.interval == (pytest.approx(2**-5.853, rel=1e-3), pytest.approx(2**6.853, rel=1e-3))
+    assert found.missing == {
+        2: "the reference ends at 3.5000, our curve never reaches it",
+        3: "the reference has no curve",
+        4: "we have no curve",
+        5: "the reference ends at 3.5000, our curve starts below it",
+        6: "the loss at 400 tokens is nan: leave out what diverged, and report it",
+    }
+
+
+def test_no_seed_has_a_speed_up() -> None:
+    found = speed_up_interval({0: OURS}, {1: OURS})
+    assert (found.by_seed, found.mean, found.interval) == ({}, None, None)
+    assert list(found.missing) == [0, 1]
+
+
+def test_the_confidence_reaches_the_interval() -> None:
+    ours = {seed: [(100, 4.0), (400 + 100 * seed, 3.0)] for seed in range(3)}
+    reference = {seed: [(100, 5.0), (400, 3.5)] for seed in range(3)}
+    wide, narrow = (speed_up_interval(ours, reference, c).interval for c in (0.95, 0.6))
+    assert wide is not None
+    assert narrow is not None
+    assert wide[0] < narrow[0] < narrow[1] < wide[1]
+
+
+# Pairs
+
+
+def test_pairs_and_what_is_missing() -> None:
+    paired = paired_differences({2: 3.0, 0: 3.25, 7: 1.0}, {0: 3.0, 2: 3.5, 1: 1.0, 9: 1.0})
+    assert paired.seeds == (0, 2)
+    assert paired.differences == (0.25, -0.5)
+    assert paired.mean == -0.125  # (0.25 - 0.5) / 2
+    assert paired.missing_in_a == (1, 9)
+    assert paired.missing_in_b == (7,)
+
+
+def test_without_common_seeds_there_is_no_mean() -> None:
+    assert paired_differences({0: 3.0}, {1: 3.0}).mean is None
+
+
+def test_a_diverged_run_is_not_averaged() -> None:
+    with pytest.raises(ValueError, match="b's loss of seed 4 is nan"):
+        paired_differences({4: 3.0}, {4: nan})
+    with pytest.raises(ValueError, match="a's loss of seed 4 is inf"):
+        verdict({4: inf}, {4: 3.0})
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "outcome", "reason"),
+    [
+        # Differences -0.004 and -0.006.
+        ([3.0, 3.1], [3.004, 3.106], "holds", "mean difference -0.0050 over 2 seeds, of one sign"),
+        ([3.0, 3.1], [3.004, 3.105], "inconclusive", "-0.0045 over 2 seeds, less than 0.005"),
+        ([3.004, 3.106], [3.0, 3.1], "reversed", "+0.0050 over 2 seeds, of one sign"),
+        # -0.030 and +0.002 have a large mean, but not one sign; nor have -0.030 and 0.
+        ([3.0, 3.002], [3.03, 3.0], "inconclusive", "-0.0140 over 2 seeds, not of one sign"),
+        ([3.0, 3.0], [3.03, 3.0], "inconclusive", "not of one sign"),
+        ([3.0], [4.0], "inconclusive", "1 common seed: it takes at least two"),
+        ([], [], "inconclusive", "0 common seeds: it takes at least two"),
+        ([3.0, 3.0], [3.1], "inconclusive", "least two; only one side has seeds 1"),
+    ],
+)
+def test_verdicts(a, b, outcome, reason) -> None:
+    found = verdict(dict(enumerate(a)), dict(enumerate(b)))
+    assert found.outcome == outcome
+    assert reason in found.reason
+
+
+def test_missing_seeds_are_in_the_reason_of_a_verdict_that_holds() -> None:
+    found = verdict({0: 3.0, 1: 3.0, 2: 3.0, 4: 3.0}, {0: 3.1, 1: 3.1, 3: 3.1})
+    assert found.outcome == "holds"
+    assert found.reason.endswith("; only one side has seeds 2, 3, 4")
+    assert found.paired.missing_in_b == (2, 4)
+
+
+@pytest.mark.parametrize("a", [3.15, 3.053, 2.982, 2.9])
+def test_three_digits_that_are_the_threshold_apart_are_enough(a) -> None:
+    b = round(a + 0.005, 3)
+    assert verdict({0: a, 1: a}, {0: b, 1: b}).outcome == "holds"
+
+
+@given(SEEDED, SEEDED, st.floats(1e-4, 1))
+def test_exchanged_sides_give_the_opposite_verdict(a, b, threshold) -> None:
+    opposite = {"holds": "reversed", "reversed": "holds", "inconclusive": "inconclusive"}
+    there, back = verdict(a, b, threshold), verdict(b, a, threshold)
+    assert back.outcome == opposite[there.outcome]
+    assert back.paired.differences == tuple(-d for d in there.paired.differences)
+    assert back.paired.missing_in_a == there.paired.missing_in_b
+
+
+@given(st.dictionaries(st.integers(0, 5), LOSSES, min_size=2), st.floats(0.006, 1))
+def test_a_clear_lead_holds_and_none_is_inconclusive(losses, lead) -> None:
+    ahead = {seed: loss - lead for seed, loss in losses.items()}
+    assert verdict(ahead, losses).outcome == "holds"
+    assert verdict(losses, losses).outcome == "inconclusive"
+    assert verdict(ahead, losses, threshold=2 * lead).outcome == "inconclusive"
+
+
+@pytest.mark.parametrize("threshold", [0, -0.005, nan])
+def test_bad_thresholds(threshold) -> None:
+    with pytest.raises(ValueError, match=f"threshold is {threshold}: it must be positive"):
+        verdict({}, {}, threshold)
+
+
+# Speedrun
+
+
+@pytest.mark.parametrize(
+    ("losses", "statistic", "passes", "further"),
+    [
+        ([3.276], 0.004, True, 0),  # 0.004 * 1
+        ([3.278, 3.278, 3.278, 3.278], 0.004, True, 0),  # 0.002 * 2
+        ([3.278], 0.002, False, 3),  # 0.002 * sqrt(4)
+        ([3.27, 3.286], 0.002 * sqrt(2), False, 2),  # the mean is 3.278 too, two of four are there
+        ([3.279] * 15, 0.001 * sqrt(15), False, 1),  # 0.001 * sqrt(16)
+        ([3.277], 0.003, False, 1),  # (4/3)^2 = 1.78, so two
+        ([3.28], 0.0, False, None),
+        ([3.29, 3.28], -0.005 * sqrt(2), False, None),
+    ],
+)
+def test_the_speedruns_rule(losses, statistic, passes, further) -> None:
+    found = speedrun_passes(losses)
+    assert found.statistic == pytest.approx(statistic)
+    assert (found.passes, found.further_runs) == (passes, further)
+
+
+@given(st.floats(3.2795, 3.2799), st.integers(1, 50))
+def test_as_many_further_runs_as_needed_and_no_more(loss, runs) -> None:
+    further = speedrun_passes([loss] * runs).further_runs
+    assert further is not None
+    assert speedrun_passes([loss] * (runs + further)).passes
+    assert further == 0 or not speedrun_passes([loss] * (runs + further - 1)).passes
+
+
+def test_another_target_and_bad_runs() -> None:
+    assert speedrun_passes([3.276], target=3.0).further_runs is None
+    assert speedrun_passes([2.9], target=3.0).passes
+    with pytest.raises(ValueError, match="no losses to judge"):
+        speedrun_passes([])
+    with pytest.raises(ValueError, match="a run's loss is nan"):
+        speedrun_passes([3.27, nan])
+    with pytest.raises(ValueError, match="target is nan"):
+        speedrun_passes([3.27], target=nan)
+
+
+# Learning rates
+
+
+@pytest.mark.parametrize(
+    ("by_rate", "lr", "extend"),
+    [
+        ({4e-3: 3.1, 1e-3: 3.2, 2e-3: 3.0}, 2e-3, ()),
+        ({4e-3: 3.1, 1e-3: 2.9, 2e-3: 3.0}, 1e-3, ("below",)),
+        ({4e-3: 2.9, 1e-3: 3.1, 2e-3: 3.0}, 4e-3, ("above",)),
+        ({2e-3: 3.0}, 2e-3, ("below", "above")),
+        # What diverged is the worst, and bounds the grid.
+        ({4e-3: nan, 1e-3: 3.1, 2e-3: 3.0}, 2e-3, ()),
+        ({4e-3: 3.0, 1e-3: nan, 2e-3: -inf, 8e-3: inf}, 4e-3, ()),
+        ({4e-3: 3.0, 2e-3: 3.0, 1e-3: 3.1}, 2e-3, ()),
+    ],
+)
+def test_best_rates(by_rate, lr, extend) -> None:
+    found = best_rate(by_rate)
+    assert (found.lr, found.loss) == (lr, by_rate[lr])
+    assert (found.extend, found.at_edge) == (extend, bool(extend))
+
+
+@given(st.dictionaries(st.floats(1e-5, 1), LOSSES | st.just(nan) | st.just(inf), min_size=1))
+def test_the_order_of_the_rates_does_not_matter(by_rate) -> None:
+    assume(any(loss < inf for loss in by_rate.values()))
+    found = best_rate(by_rate)
+    assert found == best_rate(dict(reversed(by_rate.items())))
+    assert all(not loss < found.loss for loss in by_rate.values())
+
+
+def test_sweeps_without_an_answer() -> None:
+    with pytest.raises(ValueError, match=r"no finite loss in \{0.1: nan, 0.2: inf\}: try smaller"):
+        best_rate({0.1: nan, 0.2: inf})
+    with pytest.raises(ValueError, match="no finite loss"):
+        best_rate({})
+    with pytest.raises(ValueError, match="a learning rate is 0"):
+        best_rate({0: 3.0, 0.1: 3.0})
+
+
+# The paper's numbers
+
+
+@pytest.mark.parametrize(
+    ("sweeps", "best"),
+    [
+        (paper.QWEN2, [(4e-2, 2.648, ("above",)), (6e-3, 2.694, ()), (1e-2, 2.692, ())]),
+        (paper.MOE, [(2e-3, 2.4807, ("above",)), (8e-3, 2.4914, ("above",)), (6e-4, 2.5255, ())]),
+    ],
+)
+def test_the_papers_best_rates(sweeps, best) -> None:
+    found = [best_rate(sweep.losses) for sweep in sweeps]
+    assert [(row.lr, row.loss, row.extend) for row in found] == best
+
+
+def test_the_papers_teaser_is_whole() -> None:
+    assert list(paper.TEASER) == ["adamw", "normuon", "muown", "angular_muown"]
+    assert paper.CLAIMED_SPEED_UPS.keys() == paper.TEASER.keys() - {"angular_muown"}
+    for row in paper.TEASER.values():
+        assert min(row.rates) < row.best_rate < max(row.rates), "P: no best rate at an edge"
+        assert row.best_rate in row.rates
+        assert list(row.losses) == sorted(row.losses, reverse=True)
+        assert all(ours <= loss for ours, loss in zip(OURS, row.curve, strict=True))
+    assert {claim.experiment for claim in paper.CLAIMS} == {
+        "teaser", "angles", "width transfer", "qwen2", "moe", "speedrun",
+    }  # fmt: skip
+    assert paper.WIDTH_RATES[0] == 2**-8
+    assert paper.WIDTH_RATES[-1] == 2**-3
+
+
+def test_statistics_do_without_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None; import angular_lab.experiments.statistics"
+    subprocess.run([sys.executable, "-c", code], check=True)
