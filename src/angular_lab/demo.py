@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 
-from angular_lab.config.named_runs import recipe
+from angular_lab.config.named_runs import named_run
 from angular_lab.config.spec import Spec
 from angular_lab.models import build_model
 from angular_lab.report.report import summary, text_table, write_report
-from angular_lab.run_folder import RunDir
+from angular_lab.run_folder import RunFolder
 from angular_lab.sample import generate, load_run, tokenizer_of
 from angular_lab.training.ranks import Ranks
 from angular_lab.training.start import data_folder, train
@@ -29,7 +29,7 @@ PROMPT = "def "
 
 
 def demo_spec(name: str, lr: float, aux_lr: float, weight_decay: float, steps: int = 0) -> Spec:
-    base = recipe("nano")
+    base = named_run("nano")
     optim = replace(base.optim, name=name, lr=lr, aux_lr=aux_lr, weight_decay=weight_decay)
     steps = steps or base.steps
     schedule = replace(base.schedule, warmup=min(base.schedule.warmup, steps))
@@ -50,7 +50,7 @@ def run_demo(out: Path, steps: int = 0) -> Path:
     after = generate(load_run(folders[-1]), tokenizer, PROMPT)
     size = f"One seed, {spec.steps} steps, a tiny model"
     note = f"{size}: this shows the lab at work, not which is best."
-    print("\n" + text_table([summary(RunDir(folder)) for folder in folders]))
+    print("\n" + text_table([summary(RunFolder(folder)) for folder in folders]))
     print(f"\n{note}")
     print(f"\nbefore training:\n{before!r}\n\nafter training with {RUNS[-1][0]}:\n{after}")
     texts = [

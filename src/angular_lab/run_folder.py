@@ -1,37 +1,108 @@
-"""The run folder: the only interface between training and reports. No torch here.
+"""The run folder: the only interface between training and reports, with one writer and one reader.
 
-spec.json        all values of the run, versions, git state
+spec.json        all settings of the run, versions, git state, fingerprint of the data
 metrics.jsonl    one line per logged step, deterministic: the same run writes the same bytes
-timing.jsonl     what depends on the machine's mood: seconds, tokens/s, memory
+timing.jsonl     what depends on the machine: seconds, tokens/s, memory
 checkpoints/     step_00001000/ ...
 DONE             when all steps are taken
 STOPPED          when a signal or the end of its time stopped it: exit code and step, as JSON
 DIVERGED         when a loss or a weight was not finite: the message
 LOCK             held by the process that trains
+
+Runs live in a store: `runs/<label>-<digest>/`, one folder each. A cooldown that starts from another
+run names that run as its parent; its own log starts after the branch point. No torch here.
 """
 
-import fcntl
 import json
 import os
 import platform
 import subprocess
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from math import isfinite
 from pathlib import Path
-from typing import IO, Any
+from statistics import median
+from typing import Any
+
+from filelock import FileLock, Timeout
 
 from angular_lab.config.spec import Spec
+from angular_lab.errors import UserError
+from angular_lab.records import from_json
 
 SPEC = "spec.json"
+RUNS = "runs"  # the folder of all runs of a store
 STOPPED, DIVERGED = "STOPPED", "DIVERGED"
-PREFIX = "step_"  # of the folder of a checkpoint
-SWEEP = "sweep.json"  # in the folder of a sweep: which run is what
+PREFIX = "step_"  # of a checkpoint's folder
+FORMAT = 2  # of spec.json
+CONVERT = "angular-lab convert-runs"
 
 
-class RunDir:
+@dataclass(frozen=True)
+class RunInfo:
+    """The content of spec.json."""
+
+    spec: Spec
+    versions: dict[str, str]
+    git: dict[str, Any]
+    data: str  # fingerprint of the tokens; "": shards without a manifest
+    format: int = FORMAT
+
+    @staticmethod
+    def read(folder: Path) -> "RunInfo":
+        path = folder / SPEC
+        try:
+            content = json.loads(path.read_text())
+            if content.get("format") != FORMAT:
+                raise UserError(
+                    f"{folder} was written by an earlier version: convert it with {CONVERT} "
+                    f"{folder} --out STORE"
+                )
+            return from_json(RunInfo, content)
+        except FileNotFoundError:
+            raise UserError(f"{folder} is not a run folder: it has no {SPEC}") from None
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{path} cannot be read: {error}") from None
+
+    def write(self, folder: Path) -> None:
+        write_atomically(folder / SPEC, json.dumps(asdict(self), indent=2) + "\n")
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """A line of metrics.jsonl. `more` holds what not every line has: evaluations, angles, norms."""
+
+    step: int
+    tokens: int
+    loss: float | None  # None: not finite
+    lr: float | None
+    grad_norm: float | None
+    more: Mapping[str, float | None] = field(default_factory=dict)
+
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> "Metrics":
+        named = {key: values.get(key) for key in ("loss", "lr", "grad_norm")}
+        more = {key: x for key, x in values.items() if key not in (*named, "step", "tokens")}
+        return Metrics(values["step"], values["tokens"], **named, more=more)
+
+    def to_dict(self) -> dict[str, Any]:
+        values = {key: x for key, x in vars(self).items() if key != "more"}
+        return {**values, **self.more}
+
+    def get(self, key: str) -> float | None:
+        """Return a value by its name in the file; None if it was not logged or not finite."""
+        value = self.to_dict().get(key)
+        is_number = isinstance(value, int | float) and isfinite(value)
+        return value if is_number else None
+
+
+class RunFolder:
+    """A run folder to write to."""
+
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self._lock: IO[str] | None = None
+        self._lock: FileLock | None = None
 
     @property
     def metrics_path(self) -> Path:
@@ -50,120 +121,105 @@ class RunDir:
         return (self.path / "DONE").exists()
 
     @property
+    def diverged(self) -> bool:
+        return (self.path / DIVERGED).exists()
+
+    @property
     def started(self) -> bool:
         """True if the folder holds a run with something to lose. A process that dies before it
         logs or saves a step leaves a spec.json alone, and the next one replaces it."""
         if not (self.path / SPEC).exists():
             return False
         logged = self.metrics_path.exists() and self.metrics_path.stat().st_size > 0
-        ended = self.done or (self.path / DIVERGED).exists()
-        return logged or ended or any(self.checkpoints.glob(f"{PREFIX}*"))
+        return logged or self.done or self.diverged or any(self.checkpoints.glob(f"{PREFIX}*"))
+
+    # -- the lock ------------------------------------------------------------------------------
 
     def claim(self) -> None:
         if not self.try_claim():
-            raise ValueError(
+            raise UserError(
                 f"{self.path} is in use by another process: wait for it, or choose another --out"
             )
 
     def try_claim(self) -> bool:
-        """Take the folder for this process, unless another one has it. The kernel drops the lock
+        """Take the folder for this process, unless another one holds it. The kernel drops the lock
         when the process dies."""
-        path = self.path / "LOCK"
-        while True:
-            with suppress(FileExistsError):  # there when it was made, and then no more
-                self.path.mkdir(parents=True, exist_ok=True)
-            try:
-                lock = open(path, "w")  # noqa: SIM115  (held for the process's life)
-            except FileNotFoundError:  # one that let go just removed the folder
-                _check_links(path)  # or it can never be made
-                continue
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                lock.close()
-                return False
-            if _is_open(lock, path):
-                self._lock = lock
-                return True
-            lock.close()  # a lock on a file that is gone by now: another may have a new one
+        lock = FileLock(self.path / "LOCK")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock.acquire(blocking=False)
+        except Timeout:
+            return False
+        except (FileExistsError, NotADirectoryError):
+            raise UserError(
+                f"{self.path} cannot be a folder: a file or a broken link is in its place"
+            ) from None
+        self._lock = lock
+        return True
 
     @property
     def claimed(self) -> bool:
-        """By this object."""
+        """True if this object holds the lock."""
         return self._lock is not None
 
     def release(self) -> None:
-        """Let go; a folder in which nothing began is not left behind."""
-        if self._lock is None:
-            return
-        if sorted(self.path.iterdir()) == [self.path / "LOCK"]:
-            (self.path / "LOCK").unlink()  # under the lock: nobody else has the folder
-            with suppress(OSError):  # unless somebody came since
-                self.path.rmdir()
-        self._lock.close()
-        self._lock = None
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
-    def write_spec(self, spec: Spec, versions: dict[str, str], data: str = "") -> None:
-        """`data` identifies the tokens: the same run cannot go on with others."""
-        content = {
-            "spec": spec.to_dict(),
-            "versions": versions,
-            "git": git_state(),
-            "data": data,
-        }
-        write_atomically(self.path / SPEC, json.dumps(content, indent=2) + "\n")
+    # -- spec.json -----------------------------------------------------------------------------
 
-    def show_like(self, spec: Spec) -> None:
-        """Store the loggers and the dashboard of a resumed run's spec."""
-        stored = self.read_spec()
-        if (shown := stored.shown_like(spec)) != stored:
-            content = {**self._content(), "spec": shown.to_dict()}
-            write_atomically(self.path / SPEC, json.dumps(content, indent=2) + "\n")
+    @property
+    def info(self) -> RunInfo:
+        return RunInfo.read(self.path)
 
     def read_spec(self) -> Spec:
-        try:
-            return Spec.from_dict(self._content()["spec"])
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{self.path / SPEC} cannot be read: {error}") from None
+        return self.info.spec
 
-    def read_data(self) -> str:
-        return self._content().get("data", "")
+    def write_spec(self, spec: Spec, versions: dict[str, str], data: str = "") -> None:
+        """Write spec.json; `data` identifies the tokens, so that the run never continues with
+        others."""
+        RunInfo(spec, versions, git_state(), data).write(self.path)
 
-    def _content(self) -> dict[str, Any]:
-        try:
-            return json.loads((self.path / SPEC).read_text())
-        except FileNotFoundError:
-            raise ValueError(f"{self.path} is no run folder: it has no spec.json") from None
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{self.path / SPEC} cannot be read: {error}") from None
+    def update_dashboard(self, spec: Spec) -> None:
+        """Store the loggers and the dashboard of a resumed run's spec."""
+        info = self.info
+        if (updated := info.spec.with_dashboard_of(spec)) != info.spec:
+            replace(info, spec=updated).write(self.path)
+
+    # -- logs ----------------------------------------------------------------------------------
 
     def append(self, path: Path, values: dict[str, Any]) -> None:
-        """One line in one write: a reader never sees half a line unless the machine dies."""
-        line = json.dumps(values, allow_nan=False) + "\n"
+        """Append one line in one write: a reader never sees half a line unless the machine dies."""
+        line = (json.dumps(values, allow_nan=False) + "\n").encode()
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             end = os.fstat(descriptor).st_size
-            if os.write(descriptor, line.encode()) != len(line.encode()):  # a full disk
+            if os.write(descriptor, line) != len(line):
                 os.ftruncate(descriptor, end)
                 raise OSError(f"{path} cannot be written: is the disk full?")
         finally:
             os.close(descriptor)
 
     def sync_metrics(self) -> None:
-        """To the disk, before a checkpoint that counts on these lines."""
+        """Force the log to disk, before a checkpoint that relies on its lines."""
         if self.metrics_path.exists():
             with open(self.metrics_path) as file:
                 os.fsync(file.fileno())
 
-    def read_metrics(self) -> list[dict[str, Any]]:
-        return parse_lines(self.metrics_path)
+    def read_metrics(self) -> list[Metrics]:
+        """Return the logged lines. Raises UserError at a damaged one; an unfinished last line,
+        which a killed process may leave, is skipped."""
+        return [Metrics.from_dict(values) for _, values in _lines(self.metrics_path, _refuse)]
 
     def rewind(self, step: int) -> None:
-        """Forget what was logged after `step`: those steps are about to be taken again."""
+        """Remove the lines logged after `step`: the run is about to take those steps again."""
         for path in (self.metrics_path, self.timing_path):
-            kept = [line for line in parse_lines(path) if line["step"] <= step]
             if path.exists():
-                write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
+                lines = [text for text, line in _lines(path, _refuse) if line["step"] <= step]
+                write_atomically(path, "".join(lines))
+
+    # -- how it ended --------------------------------------------------------------------------
 
     def record_stop(self, exit_code: int, step: int) -> None:
         """Leave what a script needs to requeue the run, whatever exit code its launcher returns."""
@@ -179,7 +235,7 @@ class RunDir:
             (self.path / name).unlink(missing_ok=True)
 
     def reopen(self) -> None:
-        """The run takes steps again, also if it was finished."""
+        """Let the run take steps again, even if it was finished."""
         (self.path / "DONE").unlink(missing_ok=True)
 
     def finish(self) -> None:
@@ -187,50 +243,144 @@ class RunDir:
         write_atomically(self.path / "DONE", "")
 
 
-def parse_lines(path: Path) -> list[dict[str, Any]]:
-    """Whole lines only: a killed process may leave half a one at the end."""
-    if not path.exists():
-        return []
-    lines = []
-    for number, text in enumerate(path.read_text().splitlines(keepends=True), start=1):
-        if text.endswith("\n"):
-            try:
-                lines.append(json.loads(text))
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number} is no JSON: {error}") from None
-    return lines
+@dataclass(frozen=True)
+class Run:
+    """A run folder as it was read, once."""
 
+    folder: Path
+    info: RunInfo
+    metrics: tuple[Metrics, ...]
+    speeds: tuple[float, ...]  # tokens per second, as logged
+    done: bool
+    diverged: bool
 
-def trunk_name(entry: dict[str, Any]) -> str:
-    """Of an entry of a sweep's manifest: the folder that a cool-down's name begins with; the end
-    itself where there is one horizon."""
-    return next((name.removesuffix(f"-to{h}") for h, name in entry["folders"].items()), "")
+    @property
+    def spec(self) -> Spec:
+        return self.info.spec
 
+    @property
+    def name(self) -> str:
+        return self.folder.name
 
-def _check_links(path: Path) -> None:
-    """A link that leads nowhere is there for mkdir, and is not there for open."""
-    for place in (path, *path.parents):
-        if place.is_symlink() and not place.exists():
-            raise ValueError(
-                f"{place} is a link to {os.readlink(place)}, which is not there: make that "
-                "folder, or remove the link"
+    @property
+    def comparable(self) -> tuple[str, int]:
+        """Losses may be compared between runs for which this is the same."""
+        return self.info.data, self.spec.model.vocabulary
+
+    @property
+    def status(self) -> str:
+        return "diverged" if self.diverged else "done" if self.done else "unfinished"
+
+    def series(self, key: str) -> tuple[list[float], list[float]]:
+        """Return tokens and values of the lines that have this value."""
+        points = [(m.tokens, x) for m in self.metrics if (x := m.get(key)) is not None]
+        return [float(tokens) for tokens, _ in points], [value for _, value in points]
+
+    @cached_property
+    def evaluations(self) -> list[Metrics]:
+        return [line for line in self.metrics if line.get("val_loss") is not None]
+
+    @property
+    def final(self) -> tuple[int, float] | None:
+        """Tokens and loss at the planned end; None if the run did not get there."""
+        if not self.done or self.diverged or not self.evaluations:
+            return None
+        last = self.evaluations[-1]
+        loss = last.get("val_loss")
+        planned = self.spec.steps * self.spec.tokens_per_step
+        return (last.tokens, loss) if last.tokens == planned and loss is not None else None
+
+    @property
+    def speed(self) -> float | None:
+        return median(self.speeds) if self.speeds else None
+
+    def evaluated_by(self, window: float) -> "Run":
+        """Return the run as if the loss of this average were that of the weights."""
+        key = self.spec.averages.get(window, "")
+
+        def swap(line: Metrics) -> Metrics:
+            more = {k: v for k, v in line.more.items() if k != "val_loss"}
+            return replace(
+                line, more=more | ({"val_loss": line.more[key]} if key in line.more else {})
             )
 
+        return replace(self, metrics=tuple(map(swap, self.metrics)))
 
-def _is_open(file: IO[str], path: Path) -> bool:
-    """Whether the path still names this open file."""
+    def with_history(self, warnings: list[str]) -> "Run":
+        """Return the run with its parent's log up to the branch point in front of its own."""
+        if self.spec.parent is None:
+            return self
+        parent = read_run(parent_folder(self.folder, self.spec), warnings)
+        if parent is None:
+            return self
+        whole = parent.with_history(warnings)
+        before = tuple(m for m in whole.metrics if m.step <= self.spec.parent_step)
+        return replace(self, metrics=before + self.metrics)
+
+
+def parent_folder(folder: Path, spec: Spec) -> Path:
+    """Return the folder of a branch's parent: a run of the same store, or the path as given."""
+    assert spec.parent is not None
+    given = Path(spec.parent)
+    sibling = folder.parent / given.name
+    return given if len(given.parts) > 1 and given.exists() else sibling
+
+
+def read_run(folder: Path, warnings: list[str]) -> Run | None:
+    """Read a run for a report: use what is intact, and describe in `warnings` what is not. None if
+    the folder holds no readable run."""
+    run = RunFolder(folder)
     try:
-        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
-    except FileNotFoundError:
-        return False
+        info = run.info
+    except UserError as error:
+        warnings.append(f"{error}: left out")
+        return None
+    metrics: list[Metrics] = []
+    for text, values in _lines(run.metrics_path, warnings.append):
+        if all(isinstance(values.get(key), int) for key in ("step", "tokens")):
+            metrics.append(Metrics.from_dict(values))
+        else:
+            warnings.append(
+                f"{run.metrics_path}: a line lacks step or tokens ({text[:40]!r}): left out"
+            )
+    if not metrics and not run.diverged:
+        warnings.append(f"{folder} has no metrics: it has not logged a step yet")
+    timing = [
+        values.get("tokens_per_second") for _, values in _lines(run.timing_path, warnings.append)
+    ]
+    speeds = tuple(x for x in timing if isinstance(x, int | float) and isfinite(x) and x > 0)
+    result = Run(folder, info, tuple(metrics), speeds, run.done, run.diverged)
+    if result.done and not result.diverged and result.final is None:
+        last = result.evaluations
+        where = f"its last evaluation is at {last[-1].tokens:,} tokens" if last else "it has none"
+        planned = info.spec.steps * info.spec.tokens_per_step
+        warnings.append(
+            f"{folder} is done, but {where}, not at {planned:,}: its final loss is not used"
+        )
+    return result
 
 
-@contextmanager
-def alone(path: Path) -> Generator[None, None, None]:
-    """One process at a time within the block; the others wait. `path` is made to hold the lock."""
-    with open(path, "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+def _lines(path: Path, report: Callable[[str], None]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the intact lines of a log, as text and as values; report those that are damaged."""
+    if not path.exists():
+        return
+    for number, text in enumerate(path.read_text(errors="replace").splitlines(True), start=1):
+        if not text.endswith("\n"):
+            if report is not _refuse:  # resuming writes it again
+                report(f"{path}, line {number} is half-written ({text[:40]!r}): left out")
+            continue
+        try:
+            values = json.loads(text)
+            if not isinstance(values, dict):
+                raise ValueError("not an object")
+        except ValueError as error:
+            report(f"{path}, line {number} is not JSON ({text[:40]!r}, {error}): left out")
+            continue
+        yield text, values
+
+
+def _refuse(problem: str) -> None:
+    raise UserError(problem.removesuffix(": left out"))
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -245,12 +395,12 @@ def write_atomically(path: Path, text: str) -> None:
 def git_state() -> dict[str, Any]:
     def ask(*arguments: str) -> str:
         try:
-            found = subprocess.run(
+            result = subprocess.run(
                 ["git", *arguments], capture_output=True, text=True, cwd=Path(__file__).parent
             )
-        except FileNotFoundError:  # no git here: nothing to tell
+        except FileNotFoundError:  # git is not installed
             return ""
-        return found.stdout.strip() if found.returncode == 0 else ""
+        return result.stdout.strip() if result.returncode == 0 else ""
 
     return {"commit": ask("rev-parse", "HEAD"), "changed": bool(ask("status", "--porcelain"))}
 

@@ -7,7 +7,7 @@ import torch
 from angular_lab.data.prepare import TOKENIZER
 from angular_lab.data.tokenizer import Tokenizer, load_tokenizer
 from angular_lab.models import LanguageModel, build_model
-from angular_lab.run_folder import RunDir
+from angular_lab.run_folder import RunFolder
 from angular_lab.training import checkpoint
 from angular_lab.training.averages import Averages
 from angular_lab.training.ranks import Ranks
@@ -54,7 +54,7 @@ def load_run(
 ) -> LanguageModel:
     """Return the model of a run at a step, by default that of its newest checkpoint; with
     `average`, that average of its weights."""
-    run = RunDir(path)
+    run = RunFolder(path)
     spec = run.read_spec()
     folder = checkpoint.find(run.checkpoints, step)
     names = {window: name for window, name in spec.averages.items() if window == average}

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 
-from angular_lab.run_folder import RunDir
+from angular_lab.run_folder import RunFolder
 
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs" / "evidence.md"
@@ -54,6 +54,6 @@ def mean(values: Iterable[float]) -> float:
 
 def trained(folder: Path) -> float:
     """Mean training loss over the last 140 steps, of which every tenth is logged."""
-    lines = RunDir(folder).read_metrics()[-14:]
+    lines = RunFolder(folder).read_metrics()[-14:]
     assert lines[-1]["step"] - lines[0]["step"] < 140
     return mean(line["loss"] for line in lines)

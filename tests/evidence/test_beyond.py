@@ -8,7 +8,7 @@ import pytest
 
 from angular_lab.experiments.comparison import experiment
 from angular_lab.experiments.definition import SETTLED as BEST
-from angular_lab.run_folder import RunDir, trunk_name
+from angular_lab.run_folder import RunFolder, trunk_name
 from angular_lab.sweeps.sweep import Sweep
 from tests.evidence.kept import (
     OURS,
@@ -153,7 +153,7 @@ def averages(report: Path, window: str = "0.1") -> dict[str, dict[int, tuple[flo
     found: dict[str, dict[int, tuple[float, float]]] = {}
     root = report / "runs" / "average-s"
     for entry in json.loads((root / "sweep.json").read_text())["entries"]:
-        last = RunDir(root / entry["folders"]["5493"]).read_metrics()[-1]
+        last = RunFolder(root / entry["folders"]["5493"]).read_metrics()[-1]
         pair = last["val_loss"], last[f"val_loss_averaged_{window}"]
         found.setdefault(entry["label"], {})[entry["seed"]] = pair
     return found

@@ -5,7 +5,7 @@ from math import sqrt
 from pathlib import Path
 
 from angular_lab.experiments.definition import SETTLED as BEST
-from angular_lab.run_folder import RunDir
+from angular_lab.run_folder import RunFolder
 from tests.evidence.kept import DOCS, OURS, ROOT, Losses, cells, readme, tables_in, trained
 
 LATEST = ("90M", "90M, longer cool-down")
@@ -119,7 +119,7 @@ def test_the_rates_that_ablations_hold_are_what_the_comparison_chose(report: Pat
 
 def test_muons_plateau(report: Path) -> None:
     (trunk,) = (report / "runs" / "teaser-s").glob("muon-lr0.005-seed0-????????")
-    lines = [line for line in RunDir(trunk).read_metrics() if "angle_mean" in line]
+    lines = [line for line in RunFolder(trunk).read_metrics() if "angle_mean" in line]
     angles = {line["tokens"] / 1e6: line["angle_mean"] for line in lines}
     (begun, first), *_, (_, last) = ((t, a) for t, a in angles.items() if t > 30)
     page = DOCS.read_text()

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from angular_lab.experiments.definition import SETTLED as BEST
-from angular_lab.run_folder import RunDir
+from angular_lab.run_folder import RunFolder
 from tests.evidence.kept import OURS, Losses, cells, mean, readme, trained, words
 
 
@@ -94,8 +94,8 @@ def test_the_larger_model_in_words(report: Path) -> None:
         f"each at its best window {best:.3f} above"
     ) in words()
     folders = [path for path in (report / "runs" / "larger-s").iterdir() if path.is_dir()]
-    runs = {RunDir(folder).read_spec().optim.name: folder for folder in folders}
-    logs = {name: RunDir(folder).read_metrics() for name, folder in runs.items()}
+    runs = {RunFolder(folder).read_spec().optim.name: folder for folder in folders}
+    logs = {name: RunFolder(folder).read_metrics() for name, folder in runs.items()}
 
     def ahead(key: str, begin: int, end: int) -> float:
         """NorMuon, in the mean over these steps."""
@@ -154,7 +154,7 @@ def test_verdicts_are_of_five_thousandths_and_one_sign(report: Path) -> None:
 
 
 def losses_before(folder: Path, step: int) -> list[float]:
-    return [line["loss"] for line in RunDir(folder).read_metrics() if line["step"] < step]
+    return [line["loss"] for line in RunFolder(folder).read_metrics() if line["step"] < step]
 
 
 def test_the_same_run_twice(report: Path) -> None:
@@ -164,12 +164,12 @@ def test_the_same_run_twice(report: Path) -> None:
     names = [f"{name.replace('_', '-')}-lr{BEST[name]:g}" for name in (OURS, "normuon", "adamw")]
     for name in (f"{name}-seed{seed}-????????" for name in names for seed in range(3)):
         (again,), (first,) = ((report / "runs" / s).glob(name) for s in ("average-s", "teaser-s"))
-        spec = RunDir(again).read_spec()
+        spec = RunFolder(again).read_spec()
         trunks = [losses_before(folder, 4944) for folder in (again, first)]
         if trunks[0] == trunks[1]:
             same.add((spec.optim.name, spec.seed))
         for end in gaps:
-            ends = [RunDir(Path(f"{p}-to{end}")).read_metrics()[-1] for p in (again, first)]
+            ends = [RunFolder(Path(f"{p}-to{end}")).read_metrics()[-1] for p in (again, first)]
             gaps[end] = max(gaps[end], abs(ends[0]["val_loss"] - ends[1]["val_loss"]))
     assert same == {(OURS, 0), ("normuon", 0), ("adamw", 0), ("adamw", 1)}
     told = f"they end {gaps[2747]:.4f} apart at most after 45M tokens and {gaps[5493]:.4f} after"
@@ -188,7 +188,7 @@ def test_the_same_run_once_more(report: Path) -> None:
         if losses_before(new, 4944) == losses_before(earlier[0], 4944):
             same.append(seed)
         branch = Path(f"{earlier[0]}-to5493")
-        last, before = (RunDir(folder).read_metrics()[-1]["val_loss"] for folder in (new, branch))
+        last, before = (RunFolder(folder).read_metrics()[-1]["val_loss"] for folder in (new, branch))
         gap = max(gap, abs(last - before))
     assert same == [0, 2]
     assert f"and end {gap:.4f} from them at most on any seed" in words()

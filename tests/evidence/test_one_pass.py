@@ -19,7 +19,7 @@ from angular_lab.experiments.one_pass import (
     STEPS,
     STILL,
 )
-from angular_lab.run_folder import RunDir
+from angular_lab.run_folder import RunFolder
 from angular_lab.sweeps.grid import Grid
 from angular_lab.sweeps.sweep import Sweep
 from tests.evidence.kept import ROOT, readme, trained, words
@@ -191,7 +191,7 @@ def test_all_runs_are_of_two_commits_and_one_length(report: Path) -> None:
     assert told in README
     assert f'fingerprints (`"data"`) {data[:12]}' in README
     steps, batch = STEPS["s"], 32
-    assert {RunDir(folder).read_metrics()[-1]["tokens"] for folder in folders} == {steps[0] * 16384}
+    assert {RunFolder(folder).read_metrics()[-1]["tokens"] for folder in folders} == {steps[0] * 16384}
     assert f"{steps[-1]:,} steps read {steps[-1] * batch:,} of the 417,031 windows" in README
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from angular_lab.experiments.definition import SETTLED as BEST
 from angular_lab.experiments.intervals import student_interval
 from angular_lab.experiments.statistics import tokens_to_reach, verdict
-from angular_lab.run_folder import RunDir
+from angular_lab.run_folder import RunFolder
 from tests.evidence.kept import OURS, ROOT, Losses, cells, mean, readme, trained, words
 from tests.evidence.test_beyond import throughput
 from tests.evidence.test_step_times import RIVALS, by_optimizer
@@ -76,7 +76,7 @@ def test_angles_of_rivals(report: Path) -> None:
         """On seed 0, between these millions of tokens."""
         name = line.replace(", ", "--").replace("_", "-").replace(" ", "-")
         (folder,) = (report / "runs" / "rivals-s").glob(f"{name}-lr{CHOSEN[line]}-seed0-*")
-        log = RunDir(folder).read_metrics()
+        log = RunFolder(folder).read_metrics()
         return [
             x["angle_mean"] for x in log if begin <= x["tokens"] / 1e6 <= end and "angle_mean" in x
         ]

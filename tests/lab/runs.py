@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from angular_lab.config.named_runs import recipe
+from angular_lab.config.named_runs import named_run
 from angular_lab.config.spec import ModelSpec, Spec
 from angular_lab.training.start import train
 
@@ -21,7 +21,7 @@ SERVER.set_forkserver_preload(["tests.lab.runs"])
 
 
 def tiny(data: Path, **values: Any) -> Spec:
-    base = recipe("nano")
+    base = named_run("nano")
     settings = {
         "data": str(data), "steps": 12, "batch": 4, "eval_every": 4, "eval_tokens": 256,
         "save_every": 4, "log_every": 1, "angle_every": 3,

@@ -1,6 +1,7 @@
-"""The commands experiments, sweep, submit, report, theory; they import what they need when run."""
+"""The commands about experiments: experiments, sweep, submit, report, theory, convert-runs."""
 
 import argparse
+import logging
 import shlex
 import time
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from angular_lab.errors import UserError
 from angular_lab.experiments.statistics import BestRate
 
 if TYPE_CHECKING:  # it imports torch
@@ -17,10 +19,11 @@ PROCESSES = (
     "worker processes on this machine; a small model does not fill a large GPU, so several on one "
     "raise the total throughput; several GPUs are used in turn"
 )
+log = logging.getLogger(__name__)
 
 
 def seconds(text: str) -> float:
-    """540s, 30m, 2h; a plain number is seconds."""
+    """Parse 540s, 30m or 2h; a plain number is seconds."""
     unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:], 0)
     number = float(text[:-1]) * unit if unit else float(text)
     if not number > 0:
@@ -28,74 +31,76 @@ def seconds(text: str) -> float:
     return number
 
 
-def sweep(arguments: argparse.Namespace) -> None:
+def _sweep(name: str, arguments: argparse.Namespace) -> "Sweep":
     from angular_lab.experiments.comparison import planned
-    from angular_lab.sweeps.sweep import Sweep, run_together
+    from angular_lab.sweeps.sweep import Sweep
+
+    plan = planned(name, arguments.scale, arguments.data)
+    return Sweep(plan, arguments.out, arguments.data, arguments.device, arguments.name)
+
+
+def sweep(arguments: argparse.Namespace) -> None:
+    from angular_lab.sweeps.sweep import run_sweeps
     from angular_lab.sweeps.workers import run_in_processes
 
-    if arguments.out and len(arguments.names) > 1:
-        raise ValueError(
-            f"--out {arguments.out} for {len(arguments.names)} experiments: each has a folder of "
-            "its own; leave --out away, and they are in runs/, or give one experiment"
+    names = [*dict.fromkeys(arguments.experiments)]
+    if arguments.name and len(names) > 1:
+        raise UserError(
+            f"--name {arguments.name} for {len(names)} experiments: give one experiment"
         )
-    sweeps = []
-    for name in dict.fromkeys(arguments.names):
-        plan = planned(name, arguments.scale, arguments.data)
-        out = arguments.out or Path("runs") / f"{plan.name}-{plan.scale}"
-        sweeps.append(Sweep(plan, out, arguments.data, arguments.device))
-    budget = arguments.budget - (time.monotonic() - arguments.began)  # imports took seconds
+    sweeps = [_sweep(name, arguments) for name in names]
+    budget = arguments.budget - (time.monotonic() - arguments.began)  # imports take seconds
     if arguments.processes == 1:
-        run_together(sweeps, budget, arguments.extend)
+        run_sweeps(sweeps, budget, arguments.extend)
     else:
         run_in_processes(sweeps, arguments.processes, budget, arguments.extend)
-    for made in sweeps:
-        _tell(made)
-    print(f"a page about it: angular-lab report {shlex.join(str(made.root) for made in sweeps)}")
+    for finished in sweeps:
+        _print_outcome(finished)
+    files = shlex.join(str(finished.path) for finished in sweeps)
+    print(f"for a page about it: angular-lab report {files}")
 
 
-def _tell(sweep: "Sweep") -> None:
-    lines, chosen = sweep.experiment.lines, sweep.chosen
-    width, chooser = max(len(line.label) for line in lines), sweep.experiment.seeds[0]
-    for line in lines:
-        print(f"{line.label:{width}}  {_outcome(chosen.get(line.label), chooser)}")
-    print(sweep.root)
+def _print_outcome(sweep: "Sweep") -> None:
+    arms, chosen = sweep.experiment.arms, sweep.chosen
+    width, seed = max(len(arm.label) for arm in arms), sweep.experiment.seeds[0]
+    for arm in arms:
+        if not arm.variant_of:
+            print(f"{arm.label:{width}}  {_outcome(chosen.get(arm.label), seed)}")
+    print(sweep.path)
 
 
-def _outcome(best: BestRate | None, chooser: int) -> str:
+def _outcome(best: BestRate | None, seed: int) -> str:
     if best is None:
         return "every value diverged: --extend N tries smaller ones"
-    # a single value is at both ends: there is no grid, no choice, and no edge to tell of
+    # a single value is at both ends: there is no grid, no choice and no edge to report
     choice = ", which chose it" if len(best.extend) < 2 else ""
     edge = f", at the grid's edge: {best.extend[0]}" if len(best.extend) == 1 else ""
-    return f"best {best.lr:g}, loss {best.loss:.4f} on seed {chooser}{choice}{edge}"
+    return f"best {best.lr:g}, loss {best.loss:.4f} on seed {seed}{choice}{edge}"
 
 
 def submit(arguments: argparse.Namespace) -> None:
-    from angular_lab.experiments.comparison import planned
-    from angular_lab.sweeps import slurm as launch
-    from angular_lab.sweeps.sweep import Sweep
+    from angular_lab.sweeps import slurm
 
-    plan = planned(arguments.name, arguments.scale, arguments.data)
-    out: Path = arguments.out or Path("runs") / f"{plan.name}-{plan.scale}"
-    settings = dict(launch.parameter(word) for word in arguments.set)
-    runner = Sweep(plan, out, arguments.data, arguments.device)
-    runner.extend = arguments.extend
-    runner.check()
-    runner.say(runner.state())
-    found = launch.jobs(runner)
-    print(launch.described(found, {"executor": arguments.executor, "folder": out, **settings}))
-    if found and not arguments.dry_run:
-        started = launch.submit(found, out / "jobs", arguments.executor, settings)
-        runner.write()
+    settings = dict(slurm.parameter(word) for word in arguments.set)
+    sweep = _sweep(arguments.experiment, arguments)
+    sweep.extend = arguments.extend
+    sweep.check()
+    log.info(sweep.state())
+    jobs = slurm.jobs(sweep, arguments.data)
+    print(slurm.describe(jobs, {"executor": arguments.executor, "out": arguments.out, **settings}))
+    if jobs and not arguments.dry_run:
+        logs = sweep.path.parent / "jobs"
+        started = slurm.submit(jobs, logs, arguments.executor, settings)
+        sweep.write()
         print("\n".join(str(job.job_id) for job in started))
         if arguments.executor == "local":
-            print("\n".join(launch.wait(started)))
+            print("\n".join(slurm.wait(started)))
 
 
 def report(arguments: argparse.Namespace) -> None:
     from angular_lab.report.report import make_report
 
-    print(make_report(arguments.runs, arguments.out))
+    print(make_report(arguments.sources, arguments.out))
 
 
 def theory(arguments: argparse.Namespace) -> None:
@@ -114,34 +119,52 @@ def experiments(arguments: argparse.Namespace) -> None:
     print(listing(arguments.scale))
 
 
+def convert_runs(arguments: argparse.Namespace) -> None:
+    from angular_lab.convert import convert
+
+    print(convert(arguments.sources, arguments.out))
+
+
 def add_experiments(add: Callable[..., argparse.ArgumentParser]) -> None:
-    sub = add("experiments", experiments, "list the paper's experiments and what they cost here")
-    sub.add_argument("--scale", default="", help="paper, s or nano; default: all")
-    sub = add("report", report, "a page about sweeps and runs")
-    sub.add_argument("runs", type=Path, nargs="+", help="folders with runs, at any depth")
-    sub.add_argument("-o", "--out", type=Path, default=Path("report"))
-    sub = add("theory", theory, "measure the paper's theory here, and a page of figures about it")
+    sub = add("experiments", experiments, "list the experiments and what they cost here")
+    sub.add_argument("--scale", help="paper, s or nano; default: all")
+    sub = add("report", report, "make a page about sweeps and runs")
+    sub.add_argument("sources", type=Path, nargs="*", default=[Path()], metavar="source",
+                     help="files of sweeps, run folders, or folders that hold them at any depth; "
+                     "default: the working directory")  # fmt: skip
+    sub.add_argument("-o", "--out", type=Path, default=Path("report"), help="default: report")
+    sub = add("theory", theory, "measure the paper's theory here, and make a page about it")
     sub.add_argument("parts", nargs="*", metavar="part", help="solver, guarantee, regimes, "
                      "geometry, shortcut; page only draws; default: all")  # fmt: skip
     sub.add_argument("--results", type=Path, default=Path("results/theory"), help="JSON files")
     sub.add_argument("-o", "--out", type=Path, default=Path("build/theory"), help="the page")
     sub.add_argument("--data", default="stdlib", help="folder of shards for the training run")
     sub.add_argument("--quick", action="store_true", help="toy sizes: a look at the page only")
-    for name, function, summary in (
-        ("sweep", sweep, "run an experiment of the paper here; run again to go on"),
-        ("submit", submit, "start what can run now of an experiment in other processes"),
-    ):
-        sub = add(name, function, summary, *(["name"] if name == "submit" else []))
-        sub.add_argument("--scale", default="nano", help="paper, s or nano")
-        sub.add_argument("--data", default="", help="folder of shards; default: the scale's own")
-        sub.add_argument("--out", type=Path, help="folder of the runs")
-        sub.add_argument("--device", default="", help="cpu or cuda; default: what there is")
-        sub.add_argument("--extend", type=int, default=0, help="rounds at a grid's edge")
-        if name == "sweep":
-            sub.add_argument("names", nargs="+", metavar="name", help="one or more experiments")
-            sub.add_argument("--budget", type=seconds, default=inf, help="540s, 30m, 2h")
-            sub.add_argument("--processes", type=int, default=1, help=PROCESSES)
-        else:
-            sub.add_argument("--executor", default="slurm", help="slurm or local")
-            sub.add_argument("--dry-run", action="store_true", help="only say what would be done")
-            sub.add_argument("--set", action="append", default=[], metavar="PARAMETER:VALUE")
+    sub = add("convert-runs", convert_runs, "convert runs and sweeps of the first edition")
+    help_text = "folders of sweeps or runs; give those that share runs at once"
+    sub.add_argument("sources", type=Path, nargs="+", metavar="folder", help=help_text)
+    sub.add_argument("--out", type=Path, required=True, help="folder for runs/ and sweeps/")
+    summary = "run experiments on this machine; run again to continue"
+    sub = add("sweep", sweep, summary)
+    sub.add_argument("experiments", nargs="+", metavar="experiment")
+    sub.add_argument("--budget", type=seconds, default=inf, help="stop after 540s, 30m, 2h")
+    sub.add_argument("--processes", type=int, default=1, help=PROCESSES)
+    _add_sweep_options(sub)
+    sub = add("submit", submit, "submit the trials of an experiment that can run now as jobs")
+    sub.add_argument("experiment")
+    sub.add_argument("--executor", default="slurm", help="slurm or local; default: slurm")
+    sub.add_argument("--dry-run", action="store_true", help="only print what would be submitted")
+    sub.add_argument("--set", action="append", default=[], metavar="PARAMETER:VALUE",
+                     help="a parameter of submitit, such as slurm_partition:gpu")  # fmt: skip
+    _add_sweep_options(sub)
+
+
+def _add_sweep_options(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--scale", default="nano", help="paper, s or nano; default: nano")
+    sub.add_argument("--data", help="folder of shards; default: the scale's own")
+    sub.add_argument("--out", type=Path, default=Path(), help="folder with runs/ and sweeps/; "
+                     "default: the working directory")  # fmt: skip
+    sub.add_argument("--name", help="of the sweep's file; default: experiment-scale")
+    sub.add_argument("--device", default="", help="cpu or cuda; default: cuda if available")
+    help_text = "add up to N values at the edge of a grid where its best value is"
+    sub.add_argument("--extend", type=int, default=0, metavar="N", help=help_text)

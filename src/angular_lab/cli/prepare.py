@@ -2,11 +2,12 @@
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from angular_lab.config.overrides import count
 from angular_lab.data.corpus import documents, hf_documents
 from angular_lab.data.manifest import Manifest
 from angular_lab.data.prepare import TOKENIZER, prepare
@@ -70,3 +71,25 @@ def _tokenizer(arguments: argparse.Namespace) -> Tokenizer:
         if before.vocabulary == vocabulary:
             return before
     return train_tokenizer(islice(_texts(arguments), TRAINING_DOCUMENTS), vocabulary)
+
+
+def add_prepare(add: Callable[..., argparse.ArgumentParser]) -> None:
+    sub = add("prepare", _prepare, "tokenize a corpus into shards")
+    sub.add_argument(
+        "sources", nargs="*", help="text, .jsonl, .parquet; also .xz .gz .zst; folders"
+    )
+    sub.add_argument("--hf", help="a Hugging Face dataset instead of files")
+    sub.add_argument("--name", help="its configuration, such as sample-10BT")
+    sub.add_argument(
+        "--tokenizer", required=True, help="tokenizer.json, a hub name, bytes, train:N"
+    )
+    sub.add_argument("--out", type=Path, required=True)
+    sub.add_argument("--tokens", type=count, help="stop after N training tokens, such as 3B")
+    sub.add_argument("--column", default="text", help="of a table; default: text")
+    sub.add_argument("--shard-tokens", type=count, help="tokens per shard")
+    sub.add_argument("--val-fraction", type=float, help="share of the documents for validation")
+    sub.add_argument("--workers", type=int, help="processes; default: one per core")
+
+
+def _prepare(arguments: argparse.Namespace) -> None:
+    print(prepare_from(arguments))

@@ -1,10 +1,11 @@
-"""Named runs. A recipe is a function that returns a spec; a variant is `replace`."""
+"""Named runs: functions that return a spec; a variant is `dataclasses.replace`."""
 
 from collections.abc import Callable
 from dataclasses import replace
 from difflib import get_close_matches
 
 from angular_lab.config.spec import ModelSpec, OptimSpec, ScheduleSpec, Spec
+from angular_lab.errors import UserError
 
 # Matched to the paper's setup: 512 x 1024 tokens a step, WSD with 100 warm-up steps and 10% decay.
 CHINCHILLA_STEPS = 4768  # 2.5B tokens
@@ -13,7 +14,7 @@ CHINCHILLA_STEPS = 4768  # 2.5B tokens
 def dense(width: int) -> Spec:
     """PlainLM of the paper: 12 layers, heads of 64."""
     return Spec(
-        recipe={512: "dense-67m", 768: "dense-124m", 1280: "dense-308m"}[width],
+        name={512: "dense-67m", 768: "dense-124m", 1280: "dense-308m"}[width],
         steps=CHINCHILLA_STEPS,
         micro_batch=32,
         model=ModelSpec(width=width, heads=width // 64),
@@ -24,7 +25,7 @@ def dense(width: int) -> Spec:
 def nano() -> Spec:
     """Seconds per hundred steps on a CPU, on text that every machine has."""
     return Spec(
-        recipe="nano",
+        name="nano",
         steps=300,
         batch=16,
         eval_every=50,
@@ -43,7 +44,7 @@ def small() -> Spec:
     """Model S: 20.5M parameters. 16,384 tokens a step, so that 90M tokens are 5,500 steps and kappa
     has time to fall."""
     return Spec(
-        recipe="s",
+        name="s",
         steps=5493,  # 90M tokens
         batch=32,
         eval_every=500,
@@ -57,7 +58,7 @@ def qwen2() -> Spec:
     base = dense(768)
     return replace(
         base,
-        recipe="qwen2-0.5b",
+        name="qwen2-0.5b",
         batch=256,
         micro_batch=8,
         model=ModelSpec(
@@ -70,7 +71,7 @@ def qwen2() -> Spec:
 def moe() -> Spec:
     """1.1B-A370M; the paper gives no MLP widths, these meet its parameter counts."""
     return Spec(
-        recipe="moe-1.1b",
+        name="moe-1.1b",
         steps=28_610,  # 30B tokens
         batch=256,
         micro_batch=4,
@@ -86,7 +87,7 @@ def moe() -> Spec:
 def speedrun() -> Spec:
     """The optimization track of modded-nanogpt: to a validation loss of 3.28."""
     return Spec(
-        recipe="speedrun",
+        name="speedrun",
         steps=3075,
         micro_batch=32,
         model=ModelSpec(
@@ -103,7 +104,7 @@ def speedrun() -> Spec:
     )
 
 
-RECIPES: dict[str, Callable[[], Spec]] = {
+NAMED_RUNS: dict[str, Callable[[], Spec]] = {
     "nano": nano,
     "s": small,
     "dense-67m": lambda: dense(512),
@@ -115,9 +116,9 @@ RECIPES: dict[str, Callable[[], Spec]] = {
 }
 
 
-def recipe(name: str) -> Spec:
-    if name not in RECIPES:
-        near = get_close_matches(name, RECIPES, n=1)
+def named_run(name: str) -> Spec:
+    if name not in NAMED_RUNS:
+        near = get_close_matches(name, NAMED_RUNS, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise ValueError(f"unknown recipe '{name}': {hint}There are {', '.join(RECIPES)}")
-    return RECIPES[name]()
+        raise UserError(f"unknown run '{name}': {hint}The named runs are {', '.join(NAMED_RUNS)}")
+    return NAMED_RUNS[name]()

@@ -1,79 +1,110 @@
-"""`key=value` on the command line onto a frozen spec, with types and near misses said."""
+"""Apply `key=value` from the command line to a frozen spec, by the types of its fields."""
 
-from collections.abc import Iterable
+import inspect
+import re
+import types
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from types import NoneType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from angular_lab.config.spec import get, keys
+from angular_lab.errors import UserError
 
 S = TypeVar("S")
 
 WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+KINDS = {bool: "true or false", int: "an integer", float: "a number", NoneType: "none"}
 
 
 def override(spec: S, assignments: Iterable[str]) -> S:
-    """A copy of the spec with `key=value` set; dotted keys reach into its parts."""
+    """Return a copy of the spec with every `key=value` set; dotted keys reach into its parts."""
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals:
-            raise ValueError(f"'{assignment}' is no override: write key=value")
-        if key not in keys(spec) and not is_dataclass(_part(spec, key)):
-            raise ValueError(f"unknown key '{key}'; did you mean {_nearest(key, keys(spec))}?")
+            raise UserError(f"'{assignment}' is not an override: write key=value")
+        if key not in keys(spec):
+            raise UserError(_unknown(spec, key))
         spec = _set(spec, key.split("."), text, key)
     return spec
 
 
-def _part(spec: Any, key: str) -> Any:
-    for name in key.split("."):
-        spec = getattr(spec, name, None)
-    return spec
-
-
-def _nearest(key: str, valid: list[str]) -> str:
-    """The valid key with the same last part, else the one that looks most alike."""
+def _unknown(spec: Any, key: str) -> str:
+    valid = keys(spec)
+    if parts := [name for name in valid if name.startswith(f"{key}.")]:
+        return f"'{key}' has parts: set one of {', '.join(parts[:4])}, ..."
     last = key.rpartition(".")[2]
     same = [name for name in valid if name.rpartition(".")[2] == last]
-    return (same or get_close_matches(key, valid, n=1, cutoff=0.0))[0]
-
-
-def keys(spec: Any, prefix: str = "") -> list[str]:
-    found = []
-    for f in fields(spec):
-        value = getattr(spec, f.name)
-        nested = is_dataclass(value)
-        found += keys(value, f"{prefix}{f.name}.") if nested else [f"{prefix}{f.name}"]
-    return found
+    nearest = (same or get_close_matches(key, valid, n=1, cutoff=0.0))[0]
+    return f"unknown key '{key}'; did you mean {nearest}?"
 
 
 def _set(spec: Any, path: list[str], text: str, key: str) -> Any:
     name, *rest = path
-    current = getattr(spec, name)
     if rest:
-        return replace(spec, **{name: _set(current, rest, text, key)})
-    if is_dataclass(current):
-        parts = ", ".join(f"{key}.{part}" for part in keys(current)[:4])
-        raise ValueError(f"'{key}' has parts: set one of {parts}, ...")
-    return replace(spec, **{name: _convert(text, type(current), key)})
+        value = _set(getattr(spec, name), rest, text, key)
+    else:
+        value = _parse(get_type_hints(type(spec))[name], text, key)
+    return replace(spec, **{name: value})
 
 
-def _convert(text: str, wanted: type, key: str) -> Any:
-    try:
-        if wanted is bool:
-            return WORDS[text.lower()]
-        if wanted is int:
-            return count(text)
-        return wanted(text)
-    except (ValueError, KeyError, OverflowError):
-        kind = {bool: "true or false", int: "a whole number", float: "a number"}[wanted]
-        raise ValueError(f"{key}={text}: {key} wants {kind}") from None
+def _parse(hint: Any, text: str, key: str) -> Any:
+    """Return the value that the text stands for; `none` where the field may be None, a list
+    separated by commas where it is a tuple."""
+    if get_origin(hint) is tuple:
+        kind = get_args(hint)[0]
+        return tuple(_parse(kind, part.strip(), key) for part in text.split(",") if part.strip())
+    is_union = get_origin(hint) in (Union, types.UnionType)
+    # none first: every text is a str
+    choices = sorted(get_args(hint), key=lambda kind: kind is not NoneType) if is_union else [hint]
+    for choice in choices:
+        with suppress(ValueError, KeyError, OverflowError):
+            return PARSERS.get(choice, choice)(text)
+    expected = " or ".join(KINDS[choice] for choice in choices)
+    raise UserError(f"{key}={text}: {key} must be {expected}")
 
 
 def count(text: str) -> int:
-    """Whole numbers, also as 3B, 2.5M or 100k."""
+    """Parse an integer, also as 3B, 2.5M or 100k."""
     if text.lstrip("-").isdigit():
         return int(text)
     units = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
     unit = units.get(text[-1:].lower())
     number = float(text[:-1]) * unit if unit else float(text.replace("_", ""))
     if number != int(number):
-        raise ValueError(f"{text} is not a whole number")
+        raise ValueError(f"{text} is not an integer")
     return int(number)
+
+
+PARSERS: dict[Any, Callable[[str], Any]] = {
+    bool: lambda text: WORDS[text.lower()],
+    int: count,
+    NoneType: lambda text: {"none": None}[text.lower()],
+}
+
+
+def help_text(spec: Any, prefix: str = "") -> str:
+    """List every key with its default and the comment on its field."""
+    comments = dict(re.findall(r"^    (\w+): [^#\n]*# (.+)$", inspect.getsource(type(spec)), re.M))
+    rows = []
+    for f in fields(spec):
+        value = getattr(spec, f.name)
+        if is_dataclass(value):
+            rows.append(help_text(value, f"{prefix}{f.name}."))
+        else:
+            setting = f"{prefix}{f.name}={_shown(value)}"
+            rows.append(f"  {setting:32}  {comments.get(f.name, '')}".rstrip())
+    return "\n".join(rows)
+
+
+def differences(a: Any, b: Any) -> list[str]:
+    """Return the keys at which two specs differ."""
+    return [key for key in keys(a) if get(a, key) != get(b, key)]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)

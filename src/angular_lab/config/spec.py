@@ -1,72 +1,76 @@
-"""A run as a frozen dataclass: the only home of defaults.
+"""A run as a frozen dataclass: the only place with defaults.
 
 A variant is `dataclasses.replace`; the command line sets `key=value` with dotted keys
-(`overrides.py`). Everything here is plain: numbers, strings, booleans.
+(`overrides.py`). The comment after a field is its help text.
 """
 
-from dataclasses import asdict, dataclass, field, replace
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any
+
+from angular_lab.errors import UserError
+from angular_lab.records import from_json
 
 
 @dataclass(frozen=True)
 class ModelSpec:
     kind: str = "dense"  # dense, qwen2, moe, gpt_speedrun
     vocabulary: int = 50_280  # GPT-NeoX's 50,277 entries, rounded up
-    sequence: int = 1024
+    sequence: int = 1024  # tokens per sequence
     layers: int = 12
     width: int = 768
     heads: int = 12
-    kv_heads: int = 0  # 0: as many as heads
-    mlp: int = 0  # inner width; 0: 8/3 of the width, rounded up to 256
-    tied: bool = True
+    kv_heads: int | None = None  # heads of keys and values; none: as many as heads
+    mlp: int | None = None  # inner width; none: the model's own ratio to the width
+    tied: bool = True  # the output layer shares the embedding's weights
     norm_eps: float = 1e-6
     rope_base: float = 10_000.0
     init_std: float = 0.02
-    soft_cap: float = 0.0  # of the logits; 0: none
-    experts: int = 0
+    soft_cap: float | None = None  # bound on the logits; none: no bound
+    experts: int = 0  # of a mixture
     experts_per_token: int = 0
-    expert_mlp: int = 0
-    shared_mlp: int = 0
+    expert_mlp: int = 0  # inner width of an expert
+    shared_mlp: int = 0  # inner width of the expert that every token passes
     dense_layers: int = 0  # leading layers of a mixture without experts
     balance_rate: float = 1e-3  # how fast the router's bias moves towards equal load
 
 
 @dataclass(frozen=True)
 class OptimSpec:
-    name: str = "angular_muown"  # adamw or one of build.OPTIMIZERS
+    name: str = "angular_muown"  # adamw or one of training.build.OPTIMIZERS
     lr: float = 0.02
-    aux_lr: float = 0.0  # embeddings, heads, norms; 0: as lr
-    radius_lr: float = 0.0  # row lengths; 0: as lr
-    weight_decay: float = 0.0
-    aux_weight_decay: float = 0.0
+    aux_lr: float | None = None  # embeddings, heads, norms; none: as lr
+    radius_lr: float | None = None  # row lengths; none: as lr
+    weight_decay: float = 0.0  # of the matrices
+    aux_weight_decay: float = 0.0  # of embeddings, heads, norms
     momentum: float = 0.95
     beta1: float = 0.9
     beta2: float = 0.95
     decay_scale: float = 1e-3  # kappa = (1 + decay_scale (t - warmup))^(-decay_degree)
     decay_degree: float = 1.0
-    scale: str = ""  # "": the optimizer's own
+    scale: str | None = None  # of a step, by the matrix's shape; none: the optimizer's own
     orthogonalize: str = "polar_express"  # for every optimizer, as in the paper
-    radius: str = "adam"
-    split_blocks: bool = True  # fused matrices as their blocks
+    radius: str = "adam"  # how row lengths move
+    split_blocks: bool = True  # step the blocks of fused matrices separately
     tangent_steps: int = 1  # dual steps of orthogonalize=tangent
-    row_beta: float = 0.0  # NorMuon's; 0: the optimizer's own
-    # Options that the library had once: specs of runs with them are still read.
-    tangent_momentum: bool = False
-    exact_angle: bool = False
-    column_gains: bool = False
+    row_beta: float | None = None  # of NorMuon's second moment; none: the optimizer's own
+    retired: tuple[str, ...] = ()  # options of earlier versions; a run with any can only be read
 
-    def spelled_out(self) -> "OptimSpec":
-        """With rates that are "as lr" by their numbers."""
-        return replace(self, aux_lr=self.aux_lr or self.lr, radius_lr=self.radius_lr or self.lr)
+    def with_all_rates(self) -> "OptimSpec":
+        """Return the settings with learning rates that follow `lr` replaced by their values."""
+        aux_lr = self.lr if self.aux_lr is None else self.aux_lr
+        radius_lr = self.lr if self.radius_lr is None else self.radius_lr
+        return replace(self, aux_lr=aux_lr, radius_lr=radius_lr)
 
 
 @dataclass(frozen=True)
 class ScheduleSpec:
     kind: str = "wsd"  # wsd, cosine, constant
-    warmup: int = 100
-    decay: float = 0.1  # share of the steps in the linear cool-down (wsd)
-    decay_steps: int = 0  # the same as a number of steps; 0: by share
-    fall: float = 0.0  # c of a further (1 + c (t - warmup))^(-1) on the matrices' rate alone
+    warmup: int = 100  # steps
+    decay: float = 0.1  # share of the steps in the linear cooldown (wsd)
+    decay_steps: int | None = None  # the same as a number of steps; none: by share
+    fall: float = 0.0  # c of a further (1 + c (t - warmup))^(-1) on the matrices' learning rate
 
 
 @dataclass(frozen=True)
@@ -74,52 +78,39 @@ class DashboardSpec:
     """Where W&B and trackio show a run. No loss depends on it, and a resumed run may change it."""
 
     project: str = "angular-lab"
-    entity: str = ""  # wandb; "": your default
-    group: str = ""
-    tags: str = ""  # wandb; comma-separated
-
-
-def _window(text: str) -> float:
-    """Steps as a whole number, which they have in names, else a share."""
-    return int(text) if text.strip().isdecimal() else float(text)
-
-
-def _is_window(text: str) -> bool:
-    """As the library's `averaging` takes them; it would bring torch along."""
-    try:
-        window = _window(text)
-    except ValueError:
-        return False
-    return window > 1 if isinstance(window, int) else 0 < window < 1
+    entity: str | None = None  # wandb; none: your default
+    group: str | None = None
+    tags: tuple[str, ...] = ()  # wandb
 
 
 @dataclass(frozen=True)
 class Spec:
-    recipe: str = "custom"
-    data: str = "stdlib"  # a folder of shards, or "stdlib": the running Python's own source text
+    name: str = "custom"  # the named run that this one started from
+    data: str = "stdlib"  # a folder of shards, or "stdlib": the running Python's own source code
     steps: int = 1000
     batch: int = 512  # sequences per step over all ranks
-    micro_batch: int = 0  # sequences per forward pass and rank; 0: all at once
+    micro_batch: int | None = None  # sequences per forward pass and rank; none: all at once
     seed: int = 0
-    clip: float = 1.0  # global gradient norm; 0: none
-    eval_every: int = 250
+    clip: float | None = 1.0  # bound on the global gradient norm; none: no bound
+    eval_every: int | None = 250  # steps; none: never
     eval_tokens: int = 1_048_576
-    save_every: int = 500
+    save_every: int | None = 500  # steps; none: at the end and at pinned steps only
     keep: int = 2  # newest checkpoints that stay
-    pins: str = ""  # comma-separated steps whose checkpoints always stay: branch points
-    log_every: int = 10
-    angle_every: int = 50  # 0: never
-    # comma-separated windows, in steps or below 1 as shares of them: evaluate averages as well
-    average: str = ""
+    pins: tuple[int, ...] = ()  # steps whose checkpoints always stay: branch points
+    log_every: int | None = 10  # steps; none: with evaluations and angles only
+    angle_every: int | None = 50  # steps; none: never
+    average: tuple[
+        int | float, ...
+    ] = ()  # windows of averages to evaluate: steps, or below 1 a share
     on_nan: str = "stop"  # stop, skip
     precision: str = "bf16"  # bf16 (autocast), fp32
     compile: bool = True
     deterministic: bool = True  # bit-equal repeats on one machine
     parallel: str = "ddp"  # with several ranks: ddp, fsdp
-    tensor: int = 1  # with several: so many divide the products of a layer (dense models)
-    loggers: str = ""  # comma-separated: tensorboard, wandb, trackio
-    parent: str = ""  # set by `branch`: the run and step that this one continues
-    parent_step: int = 0
+    tensor: int = 1  # ranks that divide the products of a layer (dense models)
+    loggers: tuple[str, ...] = ()  # tensorboard, wandb, trackio
+    parent: str | None = None  # set by `branch`: the run that this one continues
+    parent_step: int = 0  # and the step
     model: ModelSpec = field(default_factory=ModelSpec)
     optim: OptimSpec = field(default_factory=OptimSpec)
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
@@ -127,80 +118,86 @@ class Spec:
 
     def __post_init__(self) -> None:
         choices = {
-            "on_nan": ("stop", "skip"),
-            "precision": ("bf16", "fp32"),
-            "parallel": ("ddp", "fsdp"),
+            "on_nan": (self.on_nan, ("stop", "skip")),
+            "precision": (self.precision, ("bf16", "fp32")),
+            "parallel": (self.parallel, ("ddp", "fsdp")),
+            "schedule.kind": (self.schedule.kind, ("wsd", "cosine", "constant")),
         }
-        for key, valid in choices.items():
-            if getattr(self, key) not in valid:
-                raise ValueError(f"{key}={getattr(self, key)}: it must be {' or '.join(valid)}")
-        least = {"steps": 1, "batch": 1, "micro_batch": 0, "keep": 1, "seed": 0, "log_every": 0,
-                 "eval_every": 0, "save_every": 0, "angle_every": 0, "eval_tokens": 1,
+        for key, (value, valid) in choices.items():
+            if value not in valid:
+                raise UserError(f"{key}={value}: it must be one of {', '.join(valid)}")
+        least = {"steps": 1, "batch": 1, "micro_batch": 1, "keep": 1, "seed": 0, "log_every": 1,
+                 "eval_every": 1, "save_every": 1, "angle_every": 1, "eval_tokens": 1,
                  "tensor": 1}  # fmt: skip
         for key, low in least.items():
-            if getattr(self, key) < low:
-                raise ValueError(f"{key}={getattr(self, key)}: it must be at least {low}")
-        if not all(part.strip().isdigit() for part in self.pins.split(",") if part):
-            raise ValueError(f"pins={self.pins}: write steps, separated by commas")
-        if not all(_is_window(part) for part in self.average.split(",") if part):
-            raise ValueError(
-                f"average={self.average}: write windows of at least 2 steps, or shares of the "
-                "steps between 0 and 1, separated by commas; a window of 1 would be the weights "
-                "themselves"
-            )
-        if self.schedule.kind not in ("wsd", "cosine", "constant"):
-            raise ValueError(
-                f"schedule.kind={self.schedule.kind}: it must be wsd, cosine or constant"
-            )
+            value = getattr(self, key)
+            if value is not None and value < low:
+                off = ", or none" if getattr(Spec, key, None) is None or "every" in key else ""
+                raise UserError(f"{key}={value}: it must be at least {low}{off}")
+        for window in self.average:
+            if not (0 < window < 1 or (window > 1 and window == int(window))):
+                raise UserError(
+                    f"average={_text(self.average)}: give windows of at least 2 steps, or shares "
+                    "of the steps between 0 and 1; a window of 1 would be the weights themselves"
+                )
         if self.schedule.fall < 0:
-            raise ValueError(f"schedule.fall={self.schedule.fall:g}: it must be at least 0")
+            raise UserError(f"schedule.fall={self.schedule.fall:g}: it must be at least 0")
 
     def check(self) -> None:
-        """Raise ValueError if the settings cannot make a run. Not part of the construction: the
-        spec of a run that exists is read whatever it holds."""
+        """Raise UserError if the settings cannot make a run. Construction does not check this: the
+        spec of an existing run can be read whatever it holds."""
         s = self.schedule
-        for key, value in (
-            ("clip", self.clip),
-            ("schedule.warmup", s.warmup),
-            ("schedule.decay_steps", s.decay_steps),
-        ):
-            if not value >= 0:
-                raise ValueError(f"{key}={value:g}: it must be at least 0")
+        if self.clip is not None and not self.clip > 0:
+            raise UserError(f"clip={self.clip:g}: it must be above 0, or none")
+        for key, value in (("schedule.warmup", s.warmup), ("schedule.decay_steps", s.decay_steps)):
+            if value is not None and not value >= 0:
+                raise UserError(f"{key}={value:g}: it must be at least 0")
         if not 0 <= s.decay <= 1:
-            raise ValueError(f"schedule.decay={s.decay:g}: it must be between 0 and 1")
+            raise UserError(f"schedule.decay={s.decay:g}: it must be between 0 and 1")
         if s.warmup > self.steps:
-            raise ValueError(
-                f"schedule.warmup={s.warmup}: the run has {self.steps} steps and would end before "
-                "its warm-up; lower schedule.warmup or raise steps"
+            raise UserError(
+                f"schedule.warmup={s.warmup}: the run has {self.steps} steps and would end during "
+                "its warmup; lower schedule.warmup or raise steps"
             )
-        if s.kind == "wsd" and s.decay_steps > self.steps:
-            raise ValueError(
+        if s.kind == "wsd" and self.decay_steps > self.steps:
+            raise UserError(
                 f"schedule.decay_steps={s.decay_steps}: the run has {self.steps} steps; lower it"
             )
 
     @property
+    def decay_steps(self) -> int:
+        """Steps of the cooldown, if the schedule is wsd."""
+        given = self.schedule.decay_steps
+        return round(self.schedule.decay * self.steps) if given is None else given
+
+    @property
+    def full_rate_until(self) -> int:
+        """The last step before the learning rate falls; 0 if it falls all the time."""
+        last = {"constant": self.steps, "wsd": self.steps - self.decay_steps}
+        return last.get(self.schedule.kind, 0)
+
+    @property
+    def constant_phase(self) -> range:
+        """Steps, counted from 1, between the warmup and the fall of the learning rate."""
+        return range(self.schedule.warmup + 1, self.full_rate_until + 1)
+
+    @property
     def pinned(self) -> tuple[int, ...]:
-        """Steps whose checkpoints stay; the start of the cool-down is always one of them."""
-        listed = tuple(int(step) for step in self.pins.split(",") if step)
-        cooling = self.schedule.kind == "wsd" and 0 < self.decay_steps < self.steps
-        start = self.steps - self.decay_steps
-        return (*listed, start) if cooling and start > self.parent_step else listed
+        """Steps whose checkpoints stay; the start of the cooldown is always one of them."""
+        start = self.full_rate_until
+        has_cooldown = self.schedule.kind == "wsd" and self.parent_step < start < self.steps
+        return (*self.pins, start) if has_cooldown and start > 0 else self.pins
 
     @property
     def averages(self) -> dict[float, str]:
-        """Windows of the averages, and what their losses are called in metrics.jsonl."""
-        windows = [_window(part) for part in self.average.split(",") if part]
-        return {window: f"val_loss_averaged_{window}" for window in windows}
-
-    @property
-    def decay_steps(self) -> int:
-        return self.schedule.decay_steps or round(self.schedule.decay * self.steps)
+        """Windows of the averages, and the names of their losses in metrics.jsonl."""
+        return {window: f"val_loss_averaged_{window}" for window in self.average}
 
     @property
     def tokens_per_step(self) -> int:
         return self.batch * self.model.sequence
 
-    def shown_like(self, other: "Spec") -> "Spec":
+    def with_dashboard_of(self, other: "Spec") -> "Spec":
         """Return this spec with the loggers and the dashboard of another."""
         return replace(self, loggers=other.loggers, dashboard=other.dashboard)
 
@@ -209,11 +206,69 @@ class Spec:
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> "Spec":
-        plain = {key: value for key, value in values.items() if not isinstance(value, dict)}
-        return Spec(
-            **plain,
-            model=ModelSpec(**values["model"]),
-            optim=OptimSpec(**values["optim"]),
-            schedule=ScheduleSpec(**values["schedule"]),
-            dashboard=DashboardSpec(**values.get("dashboard", {})),
-        )
+        return from_json(Spec, values)
+
+    # -- identity ------------------------------------------------------------------------------
+
+    def identity(self, data: str) -> dict[str, Any]:
+        """Everything that the losses depend on; `data` is the fingerprint of the tokens.
+
+        A cooldown that leaves a trunk has the identity of the straight run: apart from rounding
+        it takes the same steps. Only a trunk's identity includes its pins: they are what other
+        runs need it for.
+        """
+        schedule: dict[str, Any] = {"steps": self.steps, "kind": self.schedule.kind}
+        if self.schedule.kind == "wsd":
+            schedule["decay_steps"] = self.decay_steps
+        elif self.schedule.kind == "constant":
+            schedule["pins"] = self.pins
+        settings = {key: get(self, key) for key in keys(self) if key not in IRRELEVANT}
+        return settings | schedule | {"data": data}
+
+    def folder_name(self, data: str) -> str:
+        """Return the name of the run's folder in the store: `<label>-<digest>`.
+
+        The digest leaves out settings at their defaults, so that a setting added later renames no
+        existing run.
+        """
+        usual = Spec().identity("")
+        spelled_out = replace(self, optim=self.optim.with_all_rates())
+        content = {
+            key: value
+            for key, value in spelled_out.identity(data).items()
+            if key not in usual or value != usual[key] or key in ("steps", "data")
+        }
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
+        trunk = "-trunk" if self.schedule.kind == "constant" and self.pins else ""
+        o = self.optim
+        return f"{self.name}-{o.name}-lr{o.lr:g}-seed{self.seed}{trunk}-{digest}"
+
+
+# Settings that no loss depends on, and the schedule, which `identity` states by its effect. A new
+# setting counts unless it is added here.
+IRRELEVANT = {
+    "name", "data", "steps", "micro_batch", "eval_every", "save_every", "keep", "pins",
+    "log_every", "angle_every", "compile", "deterministic", "parallel", "loggers", "parent",
+    "parent_step", "schedule.kind", "schedule.decay", "schedule.decay_steps",
+    "dashboard.project", "dashboard.entity", "dashboard.group", "dashboard.tags",
+}  # fmt: skip
+
+
+def keys(spec: Any, prefix: str = "") -> list[str]:
+    """Return the dotted names of all settings."""
+    names: list[str] = []
+    for f in fields(spec):
+        value = getattr(spec, f.name)
+        names += keys(value, f"{prefix}{f.name}.") if is_dataclass(value) else [f"{prefix}{f.name}"]
+    return names
+
+
+def get(spec: Any, key: str) -> Any:
+    """Return a setting by its dotted name."""
+    for part in key.split("."):
+        spec = getattr(spec, part)
+    return spec
+
+
+def _text(values: tuple[float, ...]) -> str:
+    return ",".join(f"{value:g}" for value in values)

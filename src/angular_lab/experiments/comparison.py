@@ -6,34 +6,38 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from angular_lab.config.named_runs import recipe
+from angular_lab.config.named_runs import named_run
 from angular_lab.data.manifest import Manifest
-from angular_lab.experiments import ablations, one_pass
-from angular_lab.experiments import extensions as beyond
-from angular_lab.experiments import published as paper
+from angular_lab.errors import UserError
+from angular_lab.experiments import ablations, extensions, one_pass, published
 from angular_lab.experiments.definition import (
     HORIZONS,
-    LONGER,
+    KAPPA_1,
+    OURS,
     RATES,
     SCALES,
     SEEDS,
     TEASER,
+    Arm,
     Experiment,
-    Line,
     base,
-    held,
+    cooldown_variant,
     trained_by,
-    with_tokens,
+    tuned_rate,
+    with_vocabulary,
 )
+
+LONGER_COOLDOWN = 0.2  # share of the steps
 
 
 def teaser(scale: str) -> Experiment:
     spec = base(scale)
     names = (*TEASER, "muon") if scale == "s" else TEASER  # the paper leaves Muon out here
-    lines = tuple(Line(name, trained_by(spec, name), RATES[scale][name]) for name in names)
-    title = "Cooled-down loss at four horizons"
-    horizons, longer = HORIZONS[scale], LONGER[scale]
-    return Experiment("teaser", scale, title, lines, horizons, SEEDS[scale], longer)
+    arms = tuple(Arm(name, trained_by(spec, name), RATES[scale][name]) for name in names)
+    horizons, title = HORIZONS[scale], "Loss after the cooldown at four horizons"
+    if scale == "s":  # does the comparison depend on the length of the cooldown?
+        arms += tuple(cooldown_variant(arm, LONGER_COOLDOWN, horizons[-1]) for arm in arms)
+    return Experiment("teaser", scale, title, arms, horizons, SEEDS[scale], OURS)
 
 
 def angles(scale: str) -> Experiment:
@@ -46,14 +50,14 @@ def angles(scale: str) -> Experiment:
         ("normuon", "normuon", {}),
         ("muown", "muown", {}),
         ("angular_muown", "angular_muown", {}),
-        ("angular_muown, kappa = 1", "angular_muown", {"decay_degree": 0.0}),
+        (KAPPA_1, OURS, {"decay_degree": 0.0}),
     )
-    lines = tuple(
-        Line(label, trained_by(spec, name, **changes), grid or (held(scale, name),))
+    arms = tuple(
+        Arm(label, trained_by(spec, name, **changes), grid or (tuned_rate(scale, name),))
         for label, name, changes in variants
     )
     title = "Loss and angle per step"
-    return Experiment("angles", scale, title, lines, HORIZONS[scale][:1], SEEDS[scale][:1])
+    return Experiment("angles", scale, title, arms, HORIZONS[scale][:1], SEEDS[scale][:1], OURS)
 
 
 def width(scale: str) -> Experiment:
@@ -64,17 +68,18 @@ def width(scale: str) -> Experiment:
         spec = replace(spec, batch=256, micro_batch=16, model=model)
     size = spec.model.width // spec.model.heads
     exponents = range(7, 3, -1) if scale == "s" else range(8, 2, -1)
-    lines = []
+    arms = []
     for d in widths:
-        inner = 0 if scale == "paper" else round(d * spec.model.mlp / spec.model.width)
+        mlp = spec.model.mlp
+        inner = None if mlp is None else round(d * mlp / spec.model.width)
         model = replace(spec.model, width=d, heads=d // size, mlp=inner)
         values = tuple(2.0**-k for k in exponents)
-        lines.append(
-            Line(f"d = {d}", trained_by(replace(spec, model=model), "angular_muown"), values)
+        arms.append(
+            Arm(f"d = {d}", trained_by(replace(spec, model=model), "angular_muown"), values)
         )
     horizon = {"paper": 5100, "s": HORIZONS["s"][0], "nano": 60}[scale]
-    title = "The same best rate at every width"
-    return Experiment("width", scale, title, tuple(lines), (horizon,), SEEDS[scale][:1])
+    title = "The same best learning rate at every width"
+    return Experiment("width", scale, title, tuple(arms), (horizon,), SEEDS[scale][:1])
 
 
 def qwen2(scale: str) -> Experiment:
@@ -82,16 +87,14 @@ def qwen2(scale: str) -> Experiment:
     if scale != "paper":
         spec = replace(spec, model=replace(spec.model, kind="qwen2", kv_heads=1))
     small = scale != "paper"
-    rates = RATES[scale]["angular_muown"] if small else tuple(paper.QWEN2[0].losses)
-    lines = (
-        Line("angular_muown", trained_by(spec, "angular_muown"), rates),
-        Line(
-            "angular_muown, kappa = 1", trained_by(spec, "angular_muown", decay_degree=0.0), rates
-        ),
-        Line("normuon", trained_by(spec, "normuon"), RATES[scale]["normuon"] if small else rates),
+    rates = RATES[scale]["angular_muown"] if small else tuple(published.QWEN2[0].losses)
+    arms = (
+        Arm("angular_muown", trained_by(spec, "angular_muown"), rates),
+        Arm(KAPPA_1, trained_by(spec, OURS, decay_degree=0.0), rates),
+        Arm("normuon", trained_by(spec, "normuon"), RATES[scale]["normuon"] if small else rates),
     )
     horizon = HORIZONS[scale][:1]
-    return Experiment("qwen2", scale, "Qwen2", lines, horizon, SEEDS[scale][:1])
+    return Experiment("qwen2", scale, "Qwen2", arms, horizon, SEEDS[scale][:1], OURS)
 
 
 def moe(scale: str) -> Experiment:
@@ -103,29 +106,31 @@ def moe(scale: str) -> Experiment:
             "experts_per_token": 2,
             "dense_layers": 1,
         }
+        assert spec.model.mlp is not None
         inner = spec.model.mlp // 4
         model = replace(spec.model, **sizes, expert_mlp=inner, shared_mlp=inner, tied=False)
         spec = replace(spec, model=model)
     rms, fan = (trained_by(spec, "angular_muown", scale=name) for name in ("rms", "fan_ratio"))
-    lines = (
-        Line("angular_muown, RMS scale", rms, (3e-4, 6e-4, 1e-3, 2e-3)),
-        Line("angular_muown, spectral scale", fan, (1e-3, 2e-3, 4e-3, 8e-3)),
-        Line("muon", trained_by(spec, "muon", scale="rms"), (3e-4, 6e-4, 1e-3, 2e-3)),
+    arms = (
+        Arm("angular_muown, RMS scale", rms, (3e-4, 6e-4, 1e-3, 2e-3)),
+        Arm("angular_muown, spectral scale", fan, (1e-3, 2e-3, 4e-3, 8e-3)),
+        Arm("muon", trained_by(spec, "muon", scale="rms"), (3e-4, 6e-4, 1e-3, 2e-3)),
     )
     horizon = (spec.steps,) if scale == "paper" else HORIZONS[scale][:1]
-    return Experiment("moe", scale, "Mixture of experts", lines, horizon, SEEDS[scale][:1])
+    ours = arms[0].label
+    return Experiment("moe", scale, "Mixture of experts", arms, horizon, SEEDS[scale][:1], ours)
 
 
 def speedrun(scale: str) -> Experiment:
-    spec = recipe("speedrun") if scale == "paper" else base(scale)
+    spec = named_run("speedrun") if scale == "paper" else base(scale)
     if scale != "paper":
         sizes: dict[str, Any] = {"kind": "gpt_speedrun", "soft_cap": 15.0, "tied": False}
         spec = replace(spec, model=replace(spec.model, **sizes))
-    lines = (Line("angular_muown", trained_by(spec, "angular_muown"), (spec.optim.lr,)),)
+    arms = (Arm("angular_muown", trained_by(spec, "angular_muown"), (spec.optim.lr,)),)
     seeds = tuple(range(8 if scale == "paper" else 3))
     horizon = (spec.steps,) if scale == "paper" else HORIZONS[scale][:1]
     title = "Optimization track of the speedrun"
-    return Experiment("speedrun", scale, title, lines, horizon, seeds)
+    return Experiment("speedrun", scale, title, arms, horizon, seeds, OURS)
 
 
 EXPERIMENTS: dict[str, Callable[[str], Experiment]] = {
@@ -144,11 +149,11 @@ EXPERIMENTS: dict[str, Callable[[str], Experiment]] = {
     "decayed": ablations.decayed,
     "closest": ablations.closest,
     "larger": ablations.larger,
-    "leads": beyond.leads,
-    "constrained": beyond.constrained,
-    "average": beyond.average,
-    "rivals": beyond.rivals,
-    "schedules": beyond.schedules,
+    "variants": extensions.variants,
+    "constrained": extensions.constrained,
+    "average": extensions.average,
+    "concurrent": extensions.concurrent,
+    "schedules": extensions.schedules,
     "one-pass": one_pass.one_pass,
     "one-pass-long": one_pass.one_pass_long,
 }
@@ -158,13 +163,13 @@ def experiment(name: str, scale: str) -> Experiment:
     if name not in EXPERIMENTS:
         near = get_close_matches(name, EXPERIMENTS, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise ValueError(f"unknown experiment '{name}': {hint}There are {', '.join(EXPERIMENTS)}")
+        raise UserError(f"unknown experiment '{name}': {hint}There are {', '.join(EXPERIMENTS)}")
     if scale not in SCALES:
-        raise ValueError(f"--scale {scale}: it must be {', '.join(SCALES)}")
+        raise UserError(f"--scale {scale}: it must be {', '.join(SCALES)}")
     return EXPERIMENTS[name](scale)
 
 
-def planned(name: str, scale: str, data: str) -> Experiment:
-    """The experiment, with the vocabulary that the prepared data needs."""
+def planned(name: str, scale: str, data: str | None) -> Experiment:
+    """Return the experiment, with models large enough for the vocabulary of the prepared data."""
     plan, prepared = experiment(name, scale), Manifest.load(Path(data)) if data else None
-    return with_tokens(plan, prepared.vocabulary) if prepared else plan
+    return with_vocabulary(plan, prepared.vocabulary) if prepared else plan

@@ -1,11 +1,12 @@
-"""What the experiments cost: runs, tokens, operations, hours on this machine."""
+"""What the experiments cost: trials, tokens, operations, hours on this machine."""
 
 import torch
 
 from angular_lab.config.spec import ModelSpec
 from angular_lab.experiments.comparison import EXPERIMENTS, experiment
-from angular_lab.experiments.definition import SCALES, Experiment
+from angular_lab.experiments.definition import SCALES, Arm, Experiment
 from angular_lab.models import build_model
+from angular_lab.report.tables import text_table
 from angular_lab.show import duration, rate_here
 
 
@@ -14,45 +15,40 @@ def flops_per_token(model: ModelSpec) -> float:
         return build_model(model).flops_per_token()
 
 
-def tokens_per_run(plan: Experiment, tokens_per_step: int, decay: float) -> float:
-    """The trunk once, and every cool-down."""
-    if len(plan.horizons) == 1:
-        return plan.horizons[0] * tokens_per_step
-    last = plan.horizons[-1]
-    steps = (1 - decay) * last + sum(decay * h for h in plan.horizons) + plan.longer * last
-    return steps * tokens_per_step
+def steps_per_trial(plan: Experiment, arm: Arm) -> float:
+    """Return the steps of the trunk and of every cooldown; a variant shares its arm's trunk."""
+    horizons, share = plan.horizons_of(arm), arm.spec.schedule.decay
+    cooldowns = sum(share * horizon for horizon in horizons)
+    return cooldowns if arm.variant_of else (1 - share) * horizons[-1] + cooldowns
 
 
 def cost(plan: Experiment) -> tuple[int, float, float]:
-    """Runs, tokens and operations of a whole experiment, seeds included, grids not extended."""
-    runs, tokens, operations = 0, 0.0, 0.0
-    known: dict[ModelSpec, float] = {}
-    for line in plan.lines:
-        spec = line.spec
-        count = len(line.values) + len(plan.seeds) - 1
-        each = tokens_per_run(plan, spec.tokens_per_step, spec.schedule.decay)
-        if spec.model not in known:
-            known[spec.model] = flops_per_token(spec.model)
-        runs += count
-        tokens += count * each
-        operations += count * each * known[spec.model]
-    return runs, tokens, operations
+    """Return trials, tokens and operations of an experiment, seeds included, grids not extended."""
+    trials, tokens, operations = 0, 0.0, 0.0
+    flops: dict[ModelSpec, float] = {}
+    for arm in plan.arms:
+        model = arm.spec.model
+        if model not in flops:
+            flops[model] = flops_per_token(model)
+        count = len(arm.values) + len(plan.seeds) - 1
+        arm_tokens = count * steps_per_trial(plan, arm) * arm.spec.tokens_per_step
+        trials += count
+        tokens += arm_tokens
+        operations += arm_tokens * flops[model]
+    return trials, tokens, operations
 
 
-def listing(only: str = "") -> str:
-    """Of all scales, or of one."""
+def listing(scale: str | None = None) -> str:
+    """List the experiments of one scale, or of all."""
     rate, source = rate_here()
-    rows = [
-        f"{'experiment':13} {'scale':6} {'runs':>5} {'tokens':>9} {'FLOP':>9} {'time here':>14}"
-    ]
+    header = ("experiment", "scale", "trials", "tokens", "FLOP", "time here", "")
+    rows = []
     for name in EXPERIMENTS:
-        for scale in (only,) if only else SCALES:
-            plan = experiment(name, scale)
-            runs, tokens, operations = cost(plan)
+        for size in (scale,) if scale else SCALES:
+            plan = experiment(name, size)
+            trials, tokens, operations = cost(plan)
             time = duration(operations / rate)
-            rows.append(
-                f"{name:13} {scale:6} {runs:5} {tokens:9.2e} {operations:9.2e} {time:>14}"
-                f"  {plan.title}"
-            )
-    rows.append(f"time on this machine at {rate / 1e12:.3g} TFLOP/s ({source})")
-    return "\n".join(rows)
+            cells = (name, size, str(trials), f"{tokens:.2e}", f"{operations:.2e}", time)
+            rows.append(dict(zip(header, (*cells, plan.title), strict=True)))
+    note = f"time on this machine at {rate / 1e12:.3g} TFLOP/s ({source})"
+    return f"{text_table(rows)}\n{note}"

@@ -1,18 +1,20 @@
-"""What an experiment consists of: lines, grids, horizons, seeds, at three scales. No torch here.
+"""What an experiment consists of: arms, grids, horizons, seeds, at three scales. No torch here.
 
-A line is a curve of a figure or a row of a table. `paper` has the paper's sizes, `s` model S and
+An arm is a curve of a figure or a row of a table. `paper` has the paper's sizes, `s` model S and
 minutes on one GPU, `nano` a few minutes on a CPU: the same code, other numbers.
 """
 
 from dataclasses import dataclass, replace
 from typing import Any
 
-from angular_lab.config.named_runs import recipe
+from angular_lab.config.named_runs import named_run
 from angular_lab.config.spec import Spec
-from angular_lab.experiments import published as paper
+from angular_lab.experiments import published
 
 SCALES = ("paper", "s", "nano")
-RATE = "optim.lr"
+LEARNING_RATE = "optim.lr"
+OURS = "angular_muown"
+KAPPA_1 = "angular_muown, kappa = 1"
 WEIGHT_DECAY = {"adamw": 0.1, "muon": 0.1}  # all others 0, as in the paper
 FAMILY = ("adamw", "muon", "normuon", "muown", "angular_muown")
 TEASER = ("angular_muown", "muown", "normuon", "adamw")
@@ -22,7 +24,6 @@ HORIZONS = {
     "nano": (30, 60, 90, 120),
 }
 SEEDS = {"paper": (0,), "s": (0, 1, 2), "nano": (0, 1, 2)}
-LONGER = {"paper": 0.0, "s": 0.2, "nano": 0.0}
 _SMALL: dict[str, tuple[float, ...]] = {
     "adamw": (1e-3, 2e-3, 4e-3),
     "muon": (1e-2, 2e-2, 4e-2),
@@ -31,11 +32,12 @@ _SMALL: dict[str, tuple[float, ...]] = {
     "angular_muown": (1e-2, 2e-2, 4e-2),
 }
 RATES: dict[str, dict[str, tuple[float, ...]]] = {
-    "paper": {name: row.rates for name, row in paper.TEASER.items()} | {"muon": paper.SMALL_RATES},
+    "paper": {name: row.rates for name, row in published.TEASER.items()}
+    | {"muon": published.SMALL_RATES},
     "s": _SMALL | {"normuon": (4e-3, 8e-3, 1.6e-2)},
     "nano": _SMALL,
 }
-SETTLED = {  # at scale s, by its teaser
+TUNED_AT_S = {  # learning rates, by the teaser at scale s
     "adamw": 2e-3,
     "muon": 5e-3,
     "normuon": 8e-3,
@@ -45,13 +47,19 @@ SETTLED = {  # at scale s, by its teaser
 
 
 @dataclass(frozen=True)
-class Line:
-    """One way of training, over the values of one setting."""
+class Arm:
+    """One method: a spec, over the values of one of its settings.
+
+    A variant of another arm is judged at the value chosen for that arm and appears only in tables
+    about variants. Trials of an experiment that differ in nothing but their cooldown share a trunk.
+    """
 
     label: str
     spec: Spec
     values: tuple[float, ...]
-    axis: str = RATE
+    axis: str = LEARNING_RATE
+    variant_of: str | None = None
+    horizons: tuple[int, ...] | None = None  # None: those of the experiment
 
 
 @dataclass(frozen=True)
@@ -59,70 +67,75 @@ class Experiment:
     name: str
     scale: str
     title: str
-    lines: tuple[Line, ...]
-    horizons: tuple[int, ...]  # steps; where there are several, cool-downs off one trunk
-    seeds: tuple[int, ...]  # the first chooses a line's value, the others judge it
-    longer: float = 0.0  # share of one more cool-down to the last horizon, off the same trunk
-    settled_by: int | None = None  # the seed that chose the rates held here, in another experiment
+    arms: tuple[Arm, ...]
+    horizons: tuple[int, ...]  # steps; where there are several, cooldowns branch off one trunk
+    seeds: tuple[int, ...]  # the first chooses an arm's value, the others judge it
+    ours: str | None = None  # the arm that the experiment is about
+    expected: tuple[tuple[str, str], ...] | None = None  # None: ours below every other arm
+    tuning_seed: int | None = None  # the seed that chose the learning rates held here, elsewhere
 
-    def __post_init__(self) -> None:
-        shares = [line.spec.schedule.decay for line in self.lines]
-        if self.longer and self.longer <= max(shares):
-            raise ValueError(
-                f"longer={self.longer:g}: the normal cool-downs take {max(shares):g} of the steps "
-                "already; give more, or set longer=0"
-            )
-        if self.longer and len(self.horizons) < 2:  # or its runs would never be done
-            raise ValueError(
-                f"longer={self.longer:g} with the one horizon {self.horizons}: only several "
-                "horizons have a trunk to leave; give more, or set longer=0"
-            )
+    @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """Pairs to compare: the first is expected to have the lower loss."""
+        if self.expected is not None:
+            return self.expected
+        others = [arm.label for arm in self.arms if arm.label != self.ours and not arm.variant_of]
+        return tuple((self.ours, other) for other in others) if self.ours else ()
+
+    def horizons_of(self, arm: Arm) -> tuple[int, ...]:
+        return self.horizons if arm.horizons is None else arm.horizons
 
 
-def base(scale: str, paper_recipe: str = "dense-124m") -> Spec:
-    """The scale's model and batch; every evaluation that counts is the last one."""
+def base(scale: str, paper_run: str = "dense-124m") -> Spec:
+    """Return the scale's model and batch; the evaluation that counts is the last one."""
     if scale == "paper":
-        return recipe(paper_recipe)
-    spec = recipe(scale)
+        return named_run(paper_run)
+    spec = named_run(scale)
     if scale == "nano":
         spec = replace(spec, schedule=replace(spec.schedule, warmup=10))
-    return replace(spec, save_every=0, eval_every={"s": 1000, "nano": 30}[scale])
+    return replace(spec, save_every=None, eval_every={"s": 1000, "nano": 30}[scale])
 
 
 def trained_by(spec: Spec, name: str, **changes: Any) -> Spec:
-    """By another optimizer, with the paper's weight decay unless told otherwise."""
+    """Return the spec with another optimizer, and the paper's weight decay unless given."""
     values: dict[str, Any] = {"name": name, "weight_decay": WEIGHT_DECAY.get(name, 0.0), **changes}
     return replace(spec, optim=replace(spec.optim, **values))
 
 
-def held(scale: str, name: str) -> float:
-    """The rate that an ablation holds: the best of the comparison at this scale where it is known,
-    or the middle of the grid."""
-    if scale == "paper" and name in paper.TEASER:
-        return paper.TEASER[name].best_rate
-    if scale == "s" and name in SETTLED:
-        return SETTLED[name]
+def tuned_rate(scale: str, name: str) -> float:
+    """Return the learning rate that an ablation holds: the best of the comparison at this scale
+    where it is known, else the middle of the grid."""
+    if scale == "paper" and name in published.TEASER:
+        return published.TEASER[name].best_rate
+    if scale == "s" and name in TUNED_AT_S:
+        return TUNED_AT_S[name]
     rates = RATES[scale][name]
     return rates[len(rates) // 2]
 
 
-def settled(scale: str) -> Line:
-    """AngularMuown at that rate: what others are set against."""
-    name = "angular_muown"
-    return Line(name, trained_by(base(scale), name), (held(scale, name),))
+def baseline_arm(scale: str) -> Arm:
+    """Return AngularMuown at its tuned learning rate: what other arms are compared with."""
+    return Arm(OURS, trained_by(base(scale), OURS), (tuned_rate(scale, OURS),))
 
 
-def with_tokens(plan: Experiment, vocabulary: int) -> Experiment:
-    """For a text with so many kinds of tokens: models that lack some get them."""
+def cooldown_variant(arm: Arm, share: float, horizon: int) -> Arm:
+    """Return the arm with a cooldown over another share of the steps, at one horizon."""
+    spec = replace(arm.spec, schedule=replace(arm.spec.schedule, decay=share))
+    label = f"{arm.label}, cooldown {share:.0%}"
+    return replace(arm, label=label, spec=spec, variant_of=arm.label, horizons=(horizon,))
 
-    def fitted(line: Line) -> Line:
-        model = line.spec.model
+
+def with_vocabulary(plan: Experiment, vocabulary: int) -> Experiment:
+    """Return the experiment with models that have at least this many tokens."""
+
+    def fit(arm: Arm) -> Arm:
+        model = arm.spec.model
         larger = replace(model, vocabulary=max(model.vocabulary, vocabulary))
-        return replace(line, spec=replace(line.spec, model=larger))
+        return replace(arm, spec=replace(arm.spec, model=larger))
 
-    return replace(plan, lines=tuple(map(fitted, plan.lines)))
+    return replace(plan, arms=tuple(map(fit, plan.arms)))
 
 
-def settler(scale: str) -> int | None:
-    """The seed that chose those rates: it is no judge of what holds them."""
+def tuning_seed(scale: str) -> int | None:
+    """Return the seed that chose the tuned learning rates: it is not a judge of what holds them."""
     return SEEDS[scale][0] if scale == "s" else None

@@ -1,4 +1,4 @@
-"""Experiments beyond the paper: leads, averages, rivals. No torch."""
+"""Experiments beyond the paper: variants, averages, concurrent methods. No torch here."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,14 +7,15 @@ from angular_lab.config.spec import Spec
 from angular_lab.experiments.ablations import CLOSEST, SHARES
 from angular_lab.experiments.definition import (
     HORIZONS,
+    OURS,
     SEEDS,
+    Arm,
     Experiment,
-    Line,
     base,
-    held,
-    settled,
-    settler,
+    baseline_arm,
     trained_by,
+    tuned_rate,
+    tuning_seed,
 )
 
 PUBLISHED = "as published"
@@ -22,8 +23,8 @@ CONSTRAINED = "constrained polar factor"
 
 
 def _changes(scale: str) -> dict[str, dict[str, Any]]:
-    """The leads: what each of them changes in AngularMuown."""
-    rate = held(scale, "angular_muown")
+    """Return what each variant changes in AngularMuown."""
+    rate = tuned_rate(scale, "angular_muown")
     return {
         "log radius": {"radius": "log_adam"},
         "radius rate x 0.2": {"radius_lr": 0.2 * rate},
@@ -38,79 +39,87 @@ def _changes(scale: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def _variant(scale: str, average: str, lead: str | None = None) -> Spec:
-    """AngularMuown as published, or changed by a lead."""
-    changes = _changes(scale)[lead] if lead else {}
-    return replace(trained_by(base(scale), "angular_muown", **changes), average=average)
+def _variant(scale: str, average: tuple[int, ...], name: str | None = None) -> Spec:
+    """Return AngularMuown as published, or as changed by a variant."""
+    changes = _changes(scale)[name] if name else {}
+    return replace(trained_by(base(scale), OURS, **changes), average=average)
 
 
-def leads(scale: str) -> Experiment:
-    """Each alone, and a pair, against the method as published, at its rate, on one seed: what to
-    look into. At the longest horizon, because only there has kappa fallen far. With averages of the
-    last weights, which change nothing in a run. The constrained polar factor has an experiment of
-    its own."""
-    rate, windows = held(scale, "angular_muown"), _windows(scale)
-    lines = (
-        Line(PUBLISHED, _variant(scale, windows), (rate,)),
+def _screening(
+    name: str, scale: str, title: str, arms: tuple[Arm, ...], horizon: int
+) -> Experiment:
+    """Return an experiment that compares every arm with the published one, on one seed."""
+    pairs = tuple((arm.label, PUBLISHED) for arm in arms if arm.label != PUBLISHED)
+    return Experiment(name, scale, title, arms, (horizon,), SEEDS[scale][:1], expected=pairs)
+
+
+def variants(scale: str) -> Experiment:
+    """Compare variants, alone and one pair, with the method as published, at its learning rate, on
+    one seed: what is worth a closer look. At the longest horizon, because only there has kappa
+    fallen far. Averages of the last weights change nothing in a run. The constrained polar factor
+    has an experiment of its own."""
+    rate, windows = tuned_rate(scale, OURS), _windows(scale)
+    arms = (
+        Arm(PUBLISHED, _variant(scale, windows), (rate,)),
         *(
-            Line(name, _variant(scale, windows, name), (rate,))
+            Arm(name, _variant(scale, windows, name), (rate,))
             for name in _changes(scale)
             if name != CONSTRAINED
         ),
     )
-    title = "Leads beyond the paper, one seed each"
-    return Experiment("leads", scale, title, lines, HORIZONS[scale][-1:], SEEDS[scale][:1])
+    title = "Variants beyond the paper, one seed"
+    return _screening("variants", scale, title, arms, HORIZONS[scale][-1])
 
 
 def constrained(scale: str) -> Experiment:
-    """The lead whose steps take many times as long: at the shortest horizon."""
-    rate = held(scale, "angular_muown")
-    lines = (
-        Line(PUBLISHED, _variant(scale, ""), (rate,)),
-        Line(CONSTRAINED, _variant(scale, "", CONSTRAINED), (rate,)),
+    """Try the variant whose steps take many times as long, at the shortest horizon."""
+    rate = tuned_rate(scale, OURS)
+    arms = (
+        Arm(PUBLISHED, _variant(scale, ()), (rate,)),
+        Arm(CONSTRAINED, _variant(scale, (), CONSTRAINED), (rate,)),
     )
-    title = "The polar factor within the tangent space"
-    return Experiment("constrained", scale, title, lines, HORIZONS[scale][:1], SEEDS[scale][:1])
+    title = "The polar factor in the tangent space"
+    return _screening("constrained", scale, title, arms, HORIZONS[scale][0])
 
 
-def _windows(scale: str) -> str:
-    """Steps: 1%, 3% and 10% of the longest horizon."""
+def _windows(scale: str) -> tuple[int, ...]:
+    """Return 1%, 3% and 10% of the longest horizon, in steps."""
     last = HORIZONS[scale][-1]
-    return ",".join(str(max(2, round(share * last))) for share in (0.01, 0.03, 0.1))
+    return tuple(max(2, round(share * last)) for share in (0.01, 0.03, 0.1))
 
 
 def average(scale: str) -> Experiment:
-    """Averages of the last weights beside the weights, for ours, the closest line and AdamW: a run
-    evaluates all of them, and none changes it. Two horizons, half and whole, because then there is
-    a trunk, read out where its cool-downs start, and whole runs can be set against those of half
-    the tokens."""
+    """Evaluate averages of the last weights as well as the weights, for our arm, the closest one
+    and AdamW; no average changes a run. Two horizons, half and whole: then there is a trunk,
+    evaluated where its cooldowns start, and whole runs compare with those of half the tokens."""
     horizons = HORIZONS[scale][1], HORIZONS[scale][-1]
     specs = {name: trained_by(base(scale), name) for name in (*CLOSEST, "adamw")}
-    lines = tuple(
-        Line(name, replace(spec, average=SHARES), (held(scale, name),))
+    arms = tuple(
+        Arm(name, replace(spec, average=SHARES), (tuned_rate(scale, name),))
         for name, spec in specs.items()
     )
     return Experiment(
         "average",
         scale,
-        "Read-out from an average of the last weights",
-        lines,
+        "Evaluating an average of the last weights",
+        arms,
         horizons,
         SEEDS[scale],
-        settled_by=settler(scale),
+        ours=OURS,
+        tuning_seed=tuning_seed(scale),
     )
 
 
 DECOUPLED = "magnitude_direction"
 GAINS_RATE = 4e-3  # of its rows and columns
-FALLING = 0.95  # share of the steps in which a rate falls that falls to the end
-# A rival's step turns a matrix by its rate. Muon's weight decay brings its angle to 0.0063 at its
-# best rate of scale s: the best of a rival should lie near that.
+FALLING = 0.95  # share of the steps of a decay that lasts to the end
+# A concurrent method's step turns a matrix by its learning rate. Muon's weight decay brings its
+# angle to 0.0063 at its best learning rate of scale s: the best of these should be near that.
 RELATIVE = (5e-3, 1e-2, 2e-2)
 
 
 def _falling(scale: str) -> Spec:
-    """With a rate that falls linearly to the end, instead of a cool-down."""
+    """Return the base spec with a learning rate that falls linearly from the warmup to the end."""
     spec = base(scale)
     return replace(spec, schedule=replace(spec.schedule, decay=FALLING))
 
@@ -119,22 +128,24 @@ def _decoupled(spec: Spec) -> Spec:
     return trained_by(spec, DECOUPLED, radius_lr=GAINS_RATE)
 
 
-def _decoupled_falling(scale: str) -> Line:
-    """As it is usually run. On average such a rate is half as high: the grid is twice as high."""
+def _decoupled_falling(scale: str) -> Arm:
+    """Return the arm as it is usually run. The mean of such a learning rate is half as high, so
+    the grid is twice as high."""
     rates = tuple(2 * rate for rate in RELATIVE)
-    return Line(f"{DECOUPLED}, falling rate", _decoupled(_falling(scale)), rates)
+    return Arm(f"{DECOUPLED}, falling rate", _decoupled(_falling(scale)), rates)
 
 
-def rivals(scale: str) -> Experiment:
-    """Each at its own rate: hyperball under the comparison's schedule, the other as usual."""
-    hyperball = Line("hyperball", trained_by(base(scale), "hyperball"), RELATIVE)
-    lines = settled(scale), hyperball, _decoupled_falling(scale)
-    title = "Rivals that came out beside the paper"
-    return Experiment("rivals", scale, title, lines, HORIZONS[scale][-1:], SEEDS[scale])
+def concurrent(scale: str) -> Experiment:
+    """Compare concurrent methods at their own learning rates: hyperball under the comparison's
+    schedule, the other one as it is usually run."""
+    hyperball = Arm("hyperball", trained_by(base(scale), "hyperball"), RELATIVE)
+    arms = baseline_arm(scale), hyperball, _decoupled_falling(scale)
+    title = "Concurrent methods"
+    return Experiment("concurrent", scale, title, arms, HORIZONS[scale][-1:], SEEDS[scale], OURS)
 
 
 def schedules(scale: str) -> Experiment:
-    """A rival was ahead with another schedule than ours. Here they are exchanged."""
+    """Exchange schedules: a concurrent method was ahead with another schedule than ours."""
     ours, closest = CLOSEST
     falling = _falling(scale)
     specs = {
@@ -142,16 +153,16 @@ def schedules(scale: str) -> Experiment:
         f"{ours}, kappa = 1": trained_by(falling, ours, decay_degree=0.0),
         closest: trained_by(falling, closest),
     }
-    lines = (
+    arms = (
         *(
-            Line(f"{label}, falling rate", spec, _around(held(scale, spec.optim.name)))
+            Arm(f"{label}, falling rate", spec, _around(tuned_rate(scale, spec.optim.name)))
             for label, spec in specs.items()
         ),
         _decoupled_falling(scale),
-        Line(DECOUPLED, _decoupled(base(scale)), RELATIVE),
+        Arm(DECOUPLED, _decoupled(base(scale)), RELATIVE),
     )
-    title = "Falling rates and cool-downs, exchanged"
-    return Experiment("schedules", scale, title, lines, HORIZONS[scale][-1:], SEEDS[scale])
+    title, first = "Falling learning rates and cooldowns, exchanged", arms[0].label
+    return Experiment("schedules", scale, title, arms, HORIZONS[scale][-1:], SEEDS[scale], first)
 
 
 def _around(rate: float) -> tuple[float, ...]:

@@ -76,7 +76,7 @@ class LanguageModel(nn.Module):
         for layer in self.layers:
             x = layer(x, rotation)
         logits = self.lm_head(self.norm(x))
-        if self.spec.soft_cap:
+        if self.spec.soft_cap is not None:
             # Recomputed in the backward pass, so that its float32 insides are not kept.
             logits = checkpoint(
                 soft_cap, logits, self.spec.soft_cap, use_reentrant=False, preserve_rng_state=False

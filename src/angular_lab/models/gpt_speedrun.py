@@ -46,7 +46,7 @@ class GPTSpeedrun(LanguageModel):
                 f"width={spec.width} with heads={spec.heads}: the size of a head must be a "
                 "multiple of 4, because half of its pairs are turned"
             )
-        inner = spec.mlp or EXPANSION * spec.width
+        inner = EXPANSION * spec.width if spec.mlp is None else spec.mlp
         layers = (
             Block(
                 spec,

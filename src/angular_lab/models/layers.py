@@ -45,7 +45,7 @@ def head_size(spec: ModelSpec) -> int:
 
 
 def kv_heads(spec: ModelSpec) -> int:
-    count = spec.kv_heads or spec.heads
+    count = spec.heads if spec.kv_heads is None else spec.kv_heads
     if spec.heads % count:
         raise ValueError(f"kv_heads={count} must divide heads={spec.heads}")
     return count
@@ -53,7 +53,7 @@ def kv_heads(spec: ModelSpec) -> int:
 
 def mlp_width(spec: ModelSpec) -> int:
     """spec.mlp, or 8/3 of the width rounded up to a multiple of 256."""
-    return spec.mlp or -(-8 * spec.width // (3 * 256)) * 256
+    return -(-8 * spec.width // (3 * 256)) * 256 if spec.mlp is None else spec.mlp
 
 
 def row_products(fused: nn.Linear, x: Tensor, rows: list[int]) -> list[Tensor]:

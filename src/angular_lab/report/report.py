@@ -35,7 +35,7 @@ from angular_lab.report.speed import any_alone, pace_table, speed_table
 from angular_lab.report.sweeps import SweepData
 from angular_lab.report.tables import Table, text_table
 from angular_lab.report.training import training_table
-from angular_lab.run_folder import RunDir
+from angular_lab.run_folder import RunFolder
 
 __all__ = ["make_report", "summary", "text_table", "write_report"]
 
@@ -183,7 +183,7 @@ def _no_speed_up(sweep: SweepData) -> str:
     return f"Speed-ups cannot be computed: {why}."
 
 
-def summary(run: RunDir) -> dict[str, Any]:
+def summary(run: RunFolder) -> dict[str, Any]:
     """The row of a run, for a terminal."""
     return row(_whole_run(run.path, []))
 

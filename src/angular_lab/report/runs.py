@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from angular_lab.config.spec import Spec
-from angular_lab.run_folder import DIVERGED, SPEC, SWEEP, RunDir
+from angular_lab.run_folder import DIVERGED, SPEC, SWEEP, RunFolder
 
 Lines = tuple[dict[str, Any], ...]
 
@@ -90,7 +90,7 @@ class Run:
 def read_run(folder: Path, warnings: list[str]) -> Run | None:
     """None where the folder holds no readable run; `warnings` says why."""
     try:
-        run = RunDir(folder)
+        run = RunFolder(folder)
         spec, content = run.read_spec(), json.loads((folder / SPEC).read_text())
     except ValueError as error:
         warnings.append(f"{error}: left out")

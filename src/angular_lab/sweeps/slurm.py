@@ -1,7 +1,8 @@
-"""A sweep's runs as jobs of their own, through submitit: an array of Slurm's, or here.
+"""The trials of a sweep as jobs, through submitit: a Slurm array, or processes of this machine.
 
-They write the same folders and manifest as `sweep`; a folder's lock keeps two from making the
-same run. A round takes what can run now; when it is done, the next one judges on further seeds.
+Jobs write the same run folders and sweep file as `sweep`; the lock of a run folder keeps two of
+them from making the same run. A round submits what can run now; once it is done, the next one
+judges on further seeds.
 """
 
 import signal
@@ -10,77 +11,66 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from angular_lab.errors import UserError
 from angular_lab.experiments.comparison import planned
-from angular_lab.run_folder import RunDir
-from angular_lab.sweeps.reuse import reuse
 from angular_lab.sweeps.sweep import AGAIN, Sweep
-from angular_lab.sweeps.trials import Entry, make_entry, run_entry
 from angular_lab.training.signals import Preempted, Sigterm, WorkerDied
 
 EXECUTORS = ("local", "slurm")
-# submitit sends it before the time is over. Its own handler would leave at once, nothing saved.
+# submitit sends it before the time limit. Its own handler would exit at once, without saving.
 WARNING = signal.SIGUSR2
 
 
 @dataclass(frozen=True)
 class Job:
-    """An entry by plain values: what another process needs to make it again."""
+    """A trial by plain values: what another process needs to make it."""
 
     experiment: str
     scale: str
-    root: Path
-    data: str
+    name: str  # of the sweep
+    out: Path
+    data: str | None
     device: str
-    label: str
+    arm: str
     value: float
     seed: int
 
     def __call__(self) -> str:
+        """Make the runs of the trial that are left, and return the folder of the last one."""
         plan = planned(self.experiment, self.scale, self.data)
-        line = next(line for line in plan.lines if line.label == self.label)
-        entry = make_entry(plan, line, self.value, self.seed, self.root, self.data)
-        sweep, run = Sweep(plan, self.root, self.data, self.device), RunDir(entry.folder)
-        sweep.check()  # the package, or the data, may be others by now
-        run.claim()
-        try:
-            # somebody may have made it since the job was submitted
-            if not entry.done and not reuse(entry, self.device):
-                sweep.write()
-                with Sigterm(WARNING):
-                    run_entry(entry, run, self.device, models=sweep.models)
-        finally:
-            run.release()
-            sweep.write()
-        return str(entry.folder)
+        sweep = Sweep(plan, self.out, self.data, self.device, self.name)
+        sweep.check()  # the package or the data may have changed since
+        arm = next(arm for arm in sweep.experiment.arms if arm.label == self.arm)
+        trial = sweep.trial(arm, self.value, self.seed)
+        with Sigterm(WARNING):
+            while runs := trial.next_runs:
+                sweep.make(runs[0])
+        return str(trial.runs[-1].folder)
 
 
 def parameter(text: str) -> tuple[str, Any]:
     """submitit's `slurm_partition:gpu` or `timeout_min:120` from the command line."""
     key, colon, value = text.partition(":")
     if not colon:
-        raise ValueError(f"--set {text}: write PARAMETER:VALUE, such as slurm_partition:gpu")
+        raise UserError(f"--set {text}: write PARAMETER:VALUE, such as slurm_partition:gpu")
     return key, int(value) if value.isdigit() else value
 
 
-def jobs(sweep: Sweep) -> list[Job]:
-    plan = sweep.experiment
-    common = (plan.name, plan.scale, sweep.root.resolve(), sweep.data, sweep.device)
-
-    def job(entry: Entry) -> Job:
-        return Job(*common, entry.line.label, entry.value, entry.seed)
-
-    return [job(entry) for entry in sweep.pending()]
+def jobs(sweep: Sweep, data: str | None) -> list[Job]:
+    plan, out = sweep.experiment, sweep.path.parent.parent.resolve()
+    common = (plan.name, plan.scale, sweep.name, out, data, sweep.device)
+    return [Job(*common, trial.arm.label, trial.value, trial.seed) for trial in sweep.pending()]
 
 
-def described(found: Sequence[Job], settings: dict[str, Any]) -> str:
-    """What would be submitted, for a look before it is."""
-    lines = [f"{job.label:30} {job.value:<10g} seed {job.seed}" for job in found]
+def describe(jobs: Sequence[Job], settings: dict[str, Any]) -> str:
+    """Describe what would be submitted."""
+    lines = [f"{job.arm:30} {job.value:<10g} seed {job.seed}" for job in jobs]
     chosen = ", ".join(f"{key}={value}" for key, value in settings.items())
-    return "\n".join([*lines, f"{len(found)} jobs; {chosen}"])
+    return "\n".join([*lines, f"{len(jobs)} jobs; {chosen}"])
 
 
 def attempt(job: Callable[[], str]) -> str | Preempted:
-    """What a job raises reaches `wait` as a text; that it saved and left is told by a value."""
+    """Return Preempted as a value: an exception of a job reaches `wait` as text only."""
     try:
         return job()
     except Preempted as stopped:
@@ -88,31 +78,31 @@ def attempt(job: Callable[[], str]) -> str | Preempted:
 
 
 def submit(
-    found: Sequence[Callable[[], str]], folder: Path, executor: str, settings: dict[str, Any]
+    jobs: Sequence[Callable[[], str]], folder: Path, executor: str, settings: dict[str, Any]
 ) -> list[Any]:
     """Start the jobs through submitit; `settings` are its parameters (slurm_partition, ...)."""
     if executor not in EXECUTORS:
-        raise ValueError(f"--executor {executor}: it must be {' or '.join(EXECUTORS)}")
+        raise UserError(f"--executor {executor}: it must be {' or '.join(EXECUTORS)}")
     try:
         import submitit
     except ImportError:
-        raise ImportError("submitting wants submitit: pip install submitit") from None
+        raise ImportError("submitting needs submitit: pip install submitit") from None
     try:
         machine = submitit.AutoExecutor(folder=folder, cluster=executor)
     except RuntimeError as error:  # no srun
         why = f"--executor {executor}: {error} --executor local starts them here"
-        raise ValueError(why) from None
+        raise UserError(why) from None
     machine.update_parameters(**settings)
     with machine.batch():
         if executor == "local":
-            return [machine.submit(attempt, job) for job in found]
-        # Nobody waits for them, and Slurm should not call a run that is not finished COMPLETED.
-        return [machine.submit(job) for job in found]
+            return [machine.submit(attempt, job) for job in jobs]
+        # No one waits for these, and Slurm should not report an unfinished run as COMPLETED.
+        return [machine.submit(job) for job in jobs]
 
 
 def wait(started: Sequence[Any]) -> list[str]:
-    """The folders that the jobs made, when all have ended. One that failed does not hide the
-    others' results; where none did, those that saved and left raise Preempted."""
+    """Wait for the jobs and return the folders they made. A failed job does not hide the results
+    of others. Raises WorkerDied if one failed, Preempted if one stopped before its end."""
     folders: list[str] = []
     failed: list[str] = []
     saved: list[str] = []
@@ -120,7 +110,7 @@ def wait(started: Sequence[Any]) -> list[str]:
         if error := job.exception():
             failed.append(f"job {job.job_id} failed, see {job.paths.stderr}:\n{error}")
         elif isinstance(result := job.result(), Preempted):
-            saved.append(f"job {job.job_id} saved its run and left")
+            saved.append(f"job {job.job_id} saved its run and stopped")
         else:
             folders.append(result)
     if saved:

@@ -1,250 +1,351 @@
-"""A sweep: an experiment's runs, what is finished skipped, what was broken off resumed.
+"""A sweep: the trials of an experiment. Finished runs are skipped, interrupted ones resumed.
 
-The first seed runs every value of every line; the best value is judged on the other seeds. Folders
-are named by what is in them, so the same run is never made twice, and `sweep.json` says which run
-is what: the one thing that a report needs to know.
+The first seed runs every value of every arm; the best value is judged on the other seeds. Runs are
+folders of the store, named by what is in them, so that sweeps share the runs they have in common.
 """
 
-import json
+import logging
 import os
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import inf
 from pathlib import Path
-from typing import Any
 
-from angular_lab.experiments.definition import Experiment, Line
-from angular_lab.experiments.statistics import BestRate
-from angular_lab.run_folder import SWEEP, RunDir, alone, write_atomically
-from angular_lab.sweeps.grid import Grid, make_grid, with_added
-from angular_lab.sweeps.kept import kept, would_hide
-from angular_lab.sweeps.reuse import reuse
-from angular_lab.sweeps.trials import Entry, make_entry, run_entry
+from filelock import FileLock
+
+from angular_lab.config.spec import Spec
+from angular_lab.errors import UserError
+from angular_lab.experiments.definition import Arm, Experiment
+from angular_lab.experiments.statistics import BestRate, best_rate
+from angular_lab.run_folder import RUNS, RunFolder
+from angular_lab.sweeps.sweep_file import SWEEPS, ArmRecord, SweepRecord
+from angular_lab.sweeps.trials import PlannedRun, Trial, make_trial
 from angular_lab.training.build import Models
+from angular_lab.training.nonfinite import NotFinite
 from angular_lab.training.signals import Preempted, Sigterm
-from angular_lab.training.start import STDLIB, check_place
+from angular_lab.training.start import STDLIB, fingerprint, prepared_data, train
 
 FAILED = ".failed"
 WAIT = 0.5  # seconds between looks at runs that other processes make
-AGAIN = "the same command goes on"
-STDLIB_TEXT = f"{STDLIB} (the Python standard library, as bytes)"
+AGAIN = "run the same command to continue"
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """An arm on the first seed. There is no best value until all are done, nor if all diverged."""
+
+    trials: list[Trial]
+    best: BestRate | None = None
+
+    @property
+    def done(self) -> bool:
+        return all(trial.done for trial in self.trials)
 
 
 class Sweep:
-    """An experiment in a folder. What is done and what is left is read from the run folders each
+    """An experiment in a store. What is done and what is left is read from the run folders each
     time, never remembered: other processes may work on them."""
 
     def __init__(
-        self, experiment: Experiment, root: Path, data: str = "", device: str = ""
+        self,
+        experiment: Experiment,
+        out: Path,
+        data: str | None = None,
+        device: str = "",
+        name: str | None = None,
     ) -> None:
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-            raise ValueError(
-                "a sweep under torchrun: each of its runs is one process; start it without, with "
-                "sweep --processes N or as jobs with submit"
+            raise UserError(
+                "a sweep under torchrun: each of its runs is one process; start it without "
+                "torchrun, with sweep --processes N or as jobs with submit"
             )
-        self.experiment, self.root, self.device = experiment, root, device
-        self.data = os.path.normpath(data) if data else ""  # data/ is data: names hold the path
+        if data:
+            arms = [replace(arm, spec=replace(arm.spec, data=data)) for arm in experiment.arms]
+            experiment = replace(experiment, arms=tuple(arms))
+        self.experiment, self.device = experiment, device
+        self.name = name or f"{experiment.name}-{experiment.scale}"
+        self.path, self.runs = out / SWEEPS / f"{self.name}.json", out / RUNS
+        self.data = fingerprint(prepared_data(experiment.arms[0].spec))
         self.until, self.extend = inf, 0
         self.models = Models()
-        self.marks: Path | None = None  # where processes that share the work note what failed
-        self.say: Callable[[str], None] = _say
+        self.marks: Path | None = None  # where processes that share the work mark what failed
 
-    def run(self, budget: float = inf, extend: int = 0) -> None:
-        run_together([self], budget, extend)
+    # -- what there is to do -------------------------------------------------------------------
 
-    def check(self) -> None:
-        """Raises ValueError where finished runs that the manifest lists would be in it no more,
-        or where there is something to make and no tokens to make it of."""
-        lines, first = self.experiment.lines, self.experiment.seeds[0]
-        known = {entry.folder for line in lines for entry in self._of(line)}
-        hidden = [run for run in kept(self.root) if run.folder not in known]
-        if hidden:
-            for line in lines:  # without its text, a plan does not know the names of its runs
-                check_place(self._entry(line, line.values[0], first).spec)
-            raise would_hide(self.experiment, self.data, hidden)
-        for entry in self.pending():
-            check_place(entry.spec)
+    def trial(self, arm: Arm, value: float, seed: int) -> Trial:
+        return make_trial(self.experiment, arm, value, seed, self.data, self.runs)
 
-    def state(self) -> str:
-        """For the start of a command: nobody should train on the default text unknowingly."""
-        plan, (done, total) = self.experiment, self.counts()
-        data = dict.fromkeys(self.data or line.spec.data for line in plan.lines)
-        text = ", ".join(STDLIB_TEXT if name == STDLIB else name for name in data)
-        return f"{plan.name}, scale {plan.scale}: {done} of {total} runs done; data: {text}"
+    def grid(self, arm: Arm, extend: int = 0) -> Grid:
+        """Return the arm's values on the first seed, with those that were added at an edge before.
+        If the best value is at an edge, up to `extend` values are added; if all diverged, smaller
+        ones are."""
+        values = self._values(arm)
+        while True:
+            grid = Grid([self.trial(arm, value, self.experiment.seeds[0]) for value in values])
+            if not grid.done:
+                return grid
+            best = _best(grid.trials)
+            edges = best.extend if best else ("below",)
+            has_one_edge = len(edges) == 1 and len(values) > 1  # a single value is not a grid
+            if not has_one_edge or len(values) - len(arm.values) >= extend:
+                return Grid(grid.trials, best)
+            values = sorted([*values, _next_value(values, edges[0])])
 
-    def _of(self, line: Line) -> list[Entry]:
-        """All its values on all seeds, with what was added at an edge once, as the folders tell:
-        also while a value of the grid itself is to be made again."""
-        make, seeds = self._entry, self.experiment.seeds
-        values = with_added(line.values, lambda v: any(make(line, v, seed).there for seed in seeds))
-        return [make(line, value, seed) for seed in seeds for value in values]
+    def _values(self, arm: Arm) -> list[float]:
+        """Return the arm's values, with those that the sweep's file has."""
+        recorded = self._recorded_arm(arm.variant_of or arm.label)
+        return sorted({*arm.values, *(recorded.values if recorded else ())})
 
-    def left(self) -> list[Entry]:
-        """What could run now and has not failed."""
-        return [entry for entry in self.pending() if not self._failed(entry)]
+    def best(self, arm: Arm, extend: int = 0) -> BestRate | None:
+        """Return the arm's chosen value; a variant takes that of the arm it is a variant of."""
+        return self.grid(self._root(arm), extend).best
 
-    def grid(self, line: Line, extend: int = 0) -> Grid:
-        first = self.experiment.seeds[0]
-        return make_grid(line, lambda value: self._entry(line, value, first), extend)
+    def _root(self, arm: Arm) -> Arm:
+        return next((a for a in self.experiment.arms if a.label == arm.variant_of), arm)
 
-    def pending(self) -> list[Entry]:
-        """What could run now, each by itself: values on the first seed, and where all of a line's
-        are done, its best value on the others. A line with one value has nothing to wait for."""
-        return [entry for _, wanted in self._wanted() for entry in wanted if not entry.done]
+    def _planned(self) -> Iterator[tuple[int, list[Trial]]]:
+        """For every arm yield the trials that are planned so far, and how many more will follow
+        once its value is chosen. An arm with one value has no choice to wait for."""
+        judges = self.experiment.seeds[1:]
+        for arm in self.experiment.arms:
+            grid, best = self.grid(arm, self.extend), self.best(arm, self.extend)
+            value = best.lr if best else arm.values[0] if len(arm.values) == 1 else None
+            if value is None:
+                waiting = 0 if self.grid(self._root(arm), self.extend).done else len(judges)
+                yield waiting, grid.trials
+            else:
+                yield 0, [*grid.trials, *(self.trial(arm, value, seed) for seed in judges)]
+
+    def pending(self) -> list[Trial]:
+        """Return the unfinished trials of which a run can start now."""
+        return [trial for _, trials in self._planned() for trial in trials if not trial.done]
+
+    def next_runs(self) -> list[PlannedRun]:
+        """Return the runs that can start now and have not failed."""
+        runs = (run for trial in self.pending() for run in trial.next_runs)
+        return [run for run in runs if not self._failed(run)]
 
     def counts(self) -> tuple[int, int]:
-        """Runs that are done, and all: also those that wait until their line's value is chosen."""
+        """Return how many trials are done, and how many there are in all."""
         done = total = 0
-        for waiting, wanted in self._wanted():
-            done += sum(entry.done for entry in wanted)
-            total += waiting + len(wanted)
+        for waiting, trials in self._planned():
+            done += sum(trial.done for trial in trials)
+            total += waiting + len(trials)
         return done, total
 
-    def _wanted(self) -> Iterator[tuple[int, list[Entry]]]:
-        """Of every line what could run now or has, and how many seeds wait for a choice."""
-        others = self.experiment.seeds[1:]
-        for line in self.experiment.lines:
-            grid = self.grid(line, self.extend)
-            judged = grid.best.lr if grid.best else line.values[0]
-            if grid.best or len(line.values) == 1:
-                yield 0, [*grid.entries, *(self._entry(line, judged, seed) for seed in others)]
-            else:
-                made = [entry for entry in self._of(line) if entry.seed in others and entry.done]
-                judged_by = {entry.seed: entry for entry in made}  # one counts, once one is chosen
-                waiting = 0 if grid.done else len(others) - len(judged_by)
-                yield waiting, [*grid.entries, *judged_by.values()]
+    def check(self) -> None:
+        """Raise UserError if the sweep's file is about other data."""
+        record = self._record()
+        if record is not None and record.data != self.data:
+            raise UserError(
+                f"{self.path} is about data {record.data[:12]}, and --data has {self.data[:12]}: "
+                "give the sweep another name with --name"
+            )
 
-    @property
-    def entries(self) -> list[Entry]:
-        """The runs that have begun."""
-        lines = self.experiment.lines
-        return [entry for line in lines for entry in self._of(line) if entry.there]
+    def state(self) -> str:
+        """Describe the sweep: no one should train on the default data without knowing it."""
+        plan, (done, total) = self.experiment, self.counts()
+        data = plan.arms[0].spec.data
+        text = f"{STDLIB} (the Python standard library, as bytes)" if data == STDLIB else data
+        return f"{plan.name}, scale {plan.scale}: {done} of {total} trials done; data: {text}"
 
     @property
     def chosen(self) -> dict[str, BestRate]:
-        grids = ((line.label, self.grid(line)) for line in self.experiment.lines)
-        return {label: grid.best for label, grid in grids if grid.best}
+        best = {arm.label: self.best(arm) for arm in self.experiment.arms if not arm.variant_of}
+        return {label: value for label, value in best.items() if value}
+
+    # -- the file ------------------------------------------------------------------------------
 
     def write(self) -> None:
-        """The manifest. What it says is read under the lock, so that the last writer is right."""
-        self.root.mkdir(parents=True, exist_ok=True)
-        with alone(self.root / f"{SWEEP}.lock"):
-            content = json.dumps(self._content(), indent=1)
-            write_atomically(self.root / SWEEP, content + "\n")
+        """Write the sweep's file. Its content is read under the lock, so that the last writer is
+        right. Trials that the plan no longer has stay listed."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(self.path.with_suffix(".lock")):
+            self._content().write(self.path)
 
-    def _content(self) -> dict[str, Any]:
-        experiment = self.experiment
-        return {
-            "experiment": experiment.name,
-            "scale": experiment.scale,
-            "title": experiment.title,
-            "lines": [line.label for line in experiment.lines],
-            "horizons": experiment.horizons,
-            "seeds": experiment.seeds,
-            "settled_by": experiment.settled_by,
-            "entries": [entry.described() for entry in self.entries],
-            "chosen": {
-                label: {"value": best.lr, "edge": list(best.extend)}
-                for label, best in self.chosen.items()
-            },
-        }
-
-    def _entry(self, line: Line, value: float, seed: int) -> Entry:
-        return make_entry(self.experiment, line, value, seed, self.root, self.data)
-
-    def make_one(self, entries: list[Entry]) -> bool:
-        """Make one of these; False where others are at work on all of them."""
-        if taken := self._claim(entries):
-            self._make(*taken)
-        return bool(taken)
-
-    def _claim(self, entries: list[Entry]) -> tuple[Entry, RunDir] | None:
-        """The first that nobody else makes; first of all one that needs no new model."""
-        for entry in sorted(entries, key=lambda entry: not self.models.fits(entry.spec)):
-            run = RunDir(entry.folder)
-            if run.try_claim():
-                if not entry.done:
-                    return entry, run
-                run.release()  # somebody finished it since we looked
+    def _record(self) -> SweepRecord | None:
+        """Return the file's content; None if there is no file."""
+        with suppress(FileNotFoundError):
+            return _read(self.path, self.path.stat().st_mtime_ns)
         return None
 
-    def _make(self, entry: Entry, run: RunDir) -> None:
+    def _recorded_arm(self, label: str) -> ArmRecord | None:
+        record = self._record()
+        return next((arm for arm in record.arms if arm.label == label), None) if record else None
+
+    def _content(self) -> SweepRecord:
+        plan, before = self.experiment, self._record()
+        arms = [self._arm_record(arm) for arm in plan.arms]
+        trials = [
+            trial.record
+            for arm in plan.arms
+            for seed in plan.seeds
+            for value in self._values_with_extension(arm)
+            if (trial := self.trial(arm, value, seed)).exists
+        ]
+        if before is not None:
+            labels = {arm.label for arm in arms}
+            arms += [arm for arm in before.arms if arm.label not in labels]
+            listed = {(trial.arm, trial.value, trial.seed) for trial in trials}
+            dropped = [t for t in before.trials if (t.arm, t.value, t.seed) not in listed]
+            trials += [t for t in dropped if any((self.runs / n).exists() for n in t.all_runs)]
+        return SweepRecord(
+            experiment=plan.name,
+            scale=plan.scale,
+            title=plan.title,
+            data=self.data,
+            horizons=plan.horizons,
+            seeds=plan.seeds,
+            arms=tuple(arms),
+            trials=tuple(trials),
+            chosen={label: best.lr for label, best in self.chosen.items()},
+            ours=plan.ours,
+            pairs=plan.pairs,
+            tuning_seed=plan.tuning_seed,
+        )
+
+    def _values_with_extension(self, arm: Arm) -> list[float]:
+        return [trial.value for trial in self.grid(self._root(arm), self.extend).trials]
+
+    def _arm_record(self, arm: Arm) -> ArmRecord:
+        values = tuple(self._values_with_extension(arm))
+        return ArmRecord(arm.label, arm.spec.optim.name, arm.axis, values, arm.variant_of)
+
+    # -- making runs ---------------------------------------------------------------------------
+
+    def make_one(self) -> bool | None:
+        """Make one run. False if other processes are at work on all that can run now; None if
+        nothing is left."""
+        runs = self.next_runs()
+        if not runs:
+            return None
+        # First those that need no new model; a trunk's cooldowns start from memory.
+        for planned in sorted(runs, key=lambda run: not self.models.fits(run.spec)):
+            run = RunFolder(planned.folder)
+            if run.try_claim() and self._make_claimed(planned, run):
+                return True
+        return False
+
+    def make(self, planned: PlannedRun) -> None:
+        """Make a run. Raises UserError if another process is at work on it."""
+        run = RunFolder(planned.folder)
+        run.claim()
+        self._make_claimed(planned, run)
+
+    def _make_claimed(self, planned: PlannedRun, run: RunFolder) -> bool:
+        """Make a run and release it. False if another process has finished it since we looked."""
         try:
-            self.say(f"{self.root.name}/{entry.folder.name}")
-            self.write()
-            if source := reuse(entry, self.device):
-                self.say(f"  as {source}")
-            else:
-                run_entry(entry, run, self.device, self.until, self.models)
-        except Preempted:
-            raise Preempted(f"{entry.folder.name} is saved") from None
-        except Exception:
-            if self.marks:
-                self._mark(self.marks, entry).touch()
-            raise
+            if planned.finished:
+                return False
+            self._train(planned, run)
+            return True
         finally:
             run.release()
+
+    def _train(self, planned: PlannedRun, run: RunFolder) -> None:
+        log.info("%s: %s", self.name, planned.folder.name)
+        self.write()
+        spec: Spec = planned.spec
+        if run.started:  # it continues as it began, whatever no loss depends on
+            planned.check(run)
+            spec = run.read_spec()
+        try:
+            train(spec, run, True, self.device, self.until, self.models)
+        except Preempted:
+            raise Preempted(f"{planned.folder.name} is saved") from None
+        except NotFinite as error:  # a learning rate too high is a result, not a failure
+            log.warning("%s diverged: %s", planned.folder.name, error)
+        except Exception:
+            if self.marks:
+                (self.marks / f"{planned.folder.name}{FAILED}").touch()
+            raise
+        finally:
             self.write()
 
-    def _failed(self, entry: Entry) -> bool:
-        return self.marks is not None and self._mark(self.marks, entry).exists()
-
-    def _mark(self, marks: Path, entry: Entry) -> Path:
-        return marks / f"{self.root.name}.{entry.folder.name}{FAILED}"
+    def _failed(self, run: PlannedRun) -> bool:
+        return self.marks is not None and (self.marks / f"{run.folder.name}{FAILED}").exists()
 
 
-def run_together(sweeps: Sequence[Sweep], budget: float = inf, extend: int = 0) -> None:
-    """All of them, with one compiled model for all that have its shape. Raises Preempted when the
-    budget is spent or at SIGTERM and Ctrl-C, with everything saved; the same call goes on.
-    `extend`: how often a grid may grow at the edge where its best value lies. Runs that other
-    processes make are waited for once nothing else is left, of any sweep."""
+@lru_cache(maxsize=64)
+def _read(path: Path, _changed_at: int) -> SweepRecord | None:
+    try:
+        return SweepRecord.read(path)
+    except UserError as error:
+        log.warning("%s: written anew", error)
+        return None
+
+
+def run_sweeps(sweeps: Sequence[Sweep], budget: float = inf, extend: int = 0) -> None:
+    """Run all sweeps, with one compiled model for all runs of its shape. Raises Preempted when the
+    budget is spent or at SIGTERM and Ctrl-C, with everything saved; the same call continues.
+    `extend`: how many values a grid may grow by at the edge where its best value is. Runs that
+    other processes make are waited for once nothing else is left, of any sweep."""
     until = time.monotonic() + budget
     begin(sweeps, extend)
     try:
         make_all(sweeps, until, extend)
     except Preempted as stopped:
-        parts = (str(stopped), unfinished(sweeps), AGAIN)  # others may have made the rest
+        parts = (str(stopped), unfinished(sweeps), AGAIN)
         raise Preempted("; ".join(filter(None, parts))) from None
 
 
 def begin(sweeps: Sequence[Sweep], extend: int) -> None:
-    """Once for a command of however many processes. All are looked at before one is written."""
+    """Check all sweeps before the first one is written. Once per command."""
     for sweep in sweeps:
         sweep.extend = extend
         sweep.check()
     for sweep in sweeps:
         sweep.write()
-        sweep.say(sweep.state())
+        log.info(sweep.state())
 
 
 def unfinished(sweeps: Sequence[Sweep]) -> str:
-    """Those of which something is left, and how much; "" where all are done."""
-    counted = [(sweep.root, *sweep.counts()) for sweep in sweeps]
+    """Describe the sweeps that have trials left; "" if all are done."""
+    counted = [(sweep.name, *sweep.counts()) for sweep in sweeps]
     return "; ".join(
-        f"{root}: {done} of {total} runs done, {total - done} left"
-        for root, done, total in counted
+        f"{name}: {done} of {total} trials done, {total - done} left"
+        for name, done, total in counted
         if done < total
     )
 
 
 def make_all(sweeps: Sequence[Sweep], until: float, extend: int) -> None:
-    """What `run_together` does after it has begun."""
+    """Make runs until none is left."""
     models, waiting = sweeps[0].models, False
     for sweep in sweeps:
         sweep.models, sweep.until, sweep.extend = models, until, extend
     with Sigterm(signal.SIGINT) as stop:
-        while left := [(sweep, entries) for sweep in sweeps if (entries := sweep.left())]:
+        while True:
             if stop.received or time.monotonic() >= until:
+                if not any(sweep.next_runs() for sweep in sweeps):
+                    return
                 raise Preempted("a signal came" if stop.received else "the budget is spent")
-            made = any(sweep.make_one(entries) for sweep, entries in left)  # the first that can
-            if not made:
-                if not waiting:
-                    sweeps[0].say("waiting: other processes make all that can be made now")
+            results: list[bool | None] = []
+            for sweep in sweeps:  # the first that has something to do
+                results.append(sweep.make_one())
+                if results[-1]:
+                    break
+            if all(result is None for result in results):
+                return
+            if not results[-1] and not waiting:
+                log.info("waiting: other processes make all that can run now")
+            waiting = not results[-1]
+            if waiting:
                 time.sleep(WAIT)
-            waiting = not made
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def _best(trials: list[Trial]) -> BestRate | None:
+    losses = {trial.value: trial.loss for trial in trials}
+    return best_rate(losses) if any(loss < inf for loss in losses.values()) else None
+
+
+def _next_value(values: Sequence[float], edge: str) -> float:
+    """Return one more value beyond the edge, as far from it as its neighbour is, in ratio."""
+    ordered = sorted(values)
+    last, neighbour = (ordered[0], ordered[1]) if edge == "below" else (ordered[-1], ordered[-2])
+    return last**2 / neighbour

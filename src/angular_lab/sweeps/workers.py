@@ -1,10 +1,12 @@
-"""A sweep by several processes of this machine, which share its folder and nothing else.
+"""Sweeps by several processes of this machine, which share the store and nothing else.
 
-Each is a `Sweep` like the one that runs alone, with a compiled model of its own. The lock of a run
-folder decides who makes which run; with a worker dies its lock, and another goes on with the
-run. What workers print goes to files; which runs they take is said here.
+Each worker is a `Sweep` like one that runs alone, with a compiled model of its own. The lock of a
+run folder decides which worker makes which run; when a worker dies, its lock is dropped, and
+another one continues the run. What workers print goes to files; which runs they take is logged
+here.
 """
 
+import logging
 import multiprocessing
 import os
 import platform
@@ -19,21 +21,21 @@ from dataclasses import dataclass
 from math import inf
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
 from angular_lab.data.prepare import cores
+from angular_lab.errors import UserError
 from angular_lab.experiments.definition import Experiment
+from angular_lab.log import configure_logging
 from angular_lab.sweeps.sweep import AGAIN, WAIT, Sweep, begin, make_all, unfinished
 from angular_lab.training.signals import PREEMPTED, Preempted, Sigterm, WorkerDied
 
-FOLDER = "workers"  # with a folder for each machine that works on the sweep, and call on it
-EVERY = "every run is done"
+FOLDER = "workers"  # next to the sweeps' files, with a folder for each machine and call
 TAIL = 12  # lines of a dead worker's output
-# spawn: CUDA and torch's threads do not survive a fork. Not a subprocess of the command line: an
-# experiment is passed as the value it is, and waiting for several ends comes with the library.
-CONTEXT: Any = multiprocessing.get_context("spawn")
+CONTEXT: Any = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -41,45 +43,45 @@ class Task:
     """What a worker is started with: plain values."""
 
     number: int
-    experiments: tuple[tuple[Experiment, Path], ...]  # with the folders of their runs
-    data: str
+    sweeps: tuple[tuple[Experiment, str], ...]  # with the sweeps' names
+    out: Path
     device: str
     until: float  # on the monotonic clock, which the processes of a machine share
     extend: int
-    threads: int  # on the CPU; 0: as torch likes
-    owner: int  # the process that started it
+    threads: int | None  # on the CPU; None: torch's default
+    logs: Path
 
     @property
     def log(self) -> Path:
-        here = self.experiments[0][1] / FOLDER / platform.node()
-        return here / str(self.owner) / f"worker{self.number}.log"
+        return self.logs / f"worker{self.number}.log"
 
 
 def run_in_processes(
     sweeps: Sequence[Sweep], processes: int, budget: float = inf, extend: int = 0
 ) -> None:
-    """As `run_together`, by `processes` workers. Raises WorkerDied at the end where one died; the
-    others have gone on without it."""
+    """Run the sweeps as `run_sweeps` does, by `processes` workers. Raises WorkerDied at the end if
+    one died; the others continue without it."""
     if processes < 1:
-        raise ValueError(f"--processes {processes}: it must be at least 1")
+        raise UserError(f"--processes {processes}: it must be at least 1")
     until, first = time.monotonic() + budget, sweeps[0]
     begin(sweeps, extend)
     if not any(sweep.pending() for sweep in sweeps):
         return
-    plans = tuple((sweep.experiment, sweep.root) for sweep in sweeps)
-    common = (until, extend, _threads(processes, first.device), os.getpid())
-    devices = spread(first.device, processes, torch.cuda.device_count())
-    tasks = [Task(i, plans, first.data, device, *common) for i, device in enumerate(devices)]
-    logs = tasks[0].log.parent
+    plans = tuple((sweep.experiment, sweep.name) for sweep in sweeps)
+    logs = first.path.parent / FOLDER / platform.node() / str(os.getpid())
+    common = (until, extend, _threads(processes, first.device), logs)
+    devices = assign_devices(first.device, processes, torch.cuda.device_count())
+    out = first.path.parent.parent
+    tasks = [Task(i, plans, out, device, *common) for i, device in enumerate(devices)]
     _clear(logs.parent)
     logs.mkdir(parents=True, exist_ok=True)
-    first.say(f"{processes} workers; what they print is in {logs}")
+    log.info("%d workers; their output is in %s", processes, logs)
     with Sigterm(signal.SIGINT) as stop:
         died = _watch(tasks, stop)
     for sweep in sweeps:
         sweep.write()
     left = unfinished(sweeps)
-    end = f"{left}; {AGAIN}" if left else EVERY
+    end = f"{left}; {AGAIN}" if left else "every run is done"
     if died:
         raise WorkerDied(f"{len(died)} of {processes} workers died: {', '.join(died)}; {end}")
     if left:
@@ -87,14 +89,14 @@ def run_in_processes(
 
 
 def _clear(machine: Path) -> None:
-    """Remove logs and marks of what failed of calls that are over; others may be at work."""
+    """Remove the logs and marks of calls that have ended; others may be at work."""
     for folder in machine.glob("*"):
         if folder.name.isdigit() and not _is_another(int(folder.name)):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_another(process: int) -> bool:
-    """Whether there is such a process, and it is not this one."""
+    """True if there is such a process, and it is not this one."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -104,27 +106,27 @@ def _is_another(process: int) -> bool:
     return process != os.getpid()
 
 
-def spread(device: str, processes: int, gpus: int) -> list[str]:
-    """A device for every worker: where there are several GPUs and none is named, in turn."""
+def assign_devices(device: str, processes: int, gpus: int) -> list[str]:
+    """Return a device for every worker: several GPUs in turn, unless one is named."""
     if gpus > 1 and device in ("", "cuda"):
         return [f"cuda:{i % gpus}" for i in range(processes)]
     return [device] * processes
 
 
-def _threads(processes: int, device: str) -> int:
-    """Cores are divided: threads that wait for a core spin, and all get slow."""
+def _threads(processes: int, device: str) -> int | None:
+    """Divide the cores among the workers: threads that wait for a core spin and slow all down."""
     if "OMP_NUM_THREADS" in os.environ or (device != "cpu" and torch.cuda.is_available()):
-        return 0
+        return None
     return max(1, cores() // processes)
 
 
 def _watch(tasks: list[Task], stop: Sigterm) -> list[str]:
-    """Start all and wait for their ends; pass a signal on. Who died, and how."""
+    """Start all workers, wait for them, pass on a signal. Return which died, and how."""
     running: dict[Any, Task] = {}
     died: dict[int, str] = {}
     asked = False
     try:
-        # Ctrl-C reaches all processes of a terminal: they are born deaf to it, and get SIGTERM.
+        # Ctrl-C reaches all processes of a terminal: workers ignore it, and get SIGTERM from us.
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         for task in tasks:
             process = CONTEXT.Process(target=_work, args=(task,), name=f"worker {task.number}")
@@ -141,58 +143,59 @@ def _watch(tasks: list[Task], stop: Sigterm) -> list[str]:
                 task = running.pop(process)
                 if not _is_clean(process.exitcode, asked):
                     died[task.number] = _obituary(task, process.exitcode)
-    finally:  # nothing is left running, whatever happened here
+    finally:  # leave nothing running, whatever happened here
         for process in running:
             process.kill()
             process.join()
-    return [died[number] for number in sorted(died)]  # not as the clock had it
+    return [died[number] for number in sorted(died)]
 
 
 def _is_clean(code: int, asked: bool) -> bool:
-    """One that was asked to leave before it could listen has lost nothing."""
+    """True if it ended as it should: a worker stopped before it could listen has lost nothing."""
     return code in (0, PREEMPTED) or (asked and code == -signal.SIGTERM)
 
 
 def _obituary(task: Task, code: int) -> str:
-    """To the screen at once, with the last lines of the log; the rest may go on for hours."""
+    """Report a death at once, with the last lines of the log; the others may take hours more."""
     how = f"worker {task.number} with exit code {code}"
     with suppress(ValueError):
         how += f" ({signal.Signals(-code).name})"
     lines = task.log.read_text(errors="replace").splitlines() if task.log.exists() else []
-    print(f"{how} died. The last lines of {task.log}:", file=sys.stderr)
-    for line in lines[-TAIL:]:
-        print(f"  {line}", file=sys.stderr)
-    sys.stderr.flush()
+    tail = "\n".join(f"  {line}" for line in lines[-TAIL:])
+    log.error("%s died. The last lines of %s:\n%s", how, task.log, tail)
     return how
 
 
 def _work(task: Task) -> None:
-    """What a worker does."""
-    screen = os.dup(2)
-    log = os.open(task.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(log, 1)  # the descriptors, so that what libraries and the interpreter say goes there
-    os.dup2(log, 2)
+    """Run in a worker."""
+    terminal = os.fdopen(os.dup(2), "w")
+    file = os.open(task.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)  # the descriptors, so that output of libraries and the interpreter goes there
+    os.dup2(file, 2)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if task.threads:
         torch.set_num_threads(task.threads)
-
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-        with suppress(OSError):  # a screen that is gone is no reason to stop
-            os.write(screen, f"worker {task.number}: {text}\n".encode())
-
-    sweeps = [Sweep(plan, root, task.data, task.device) for plan, root in task.experiments]
+    configure_logging()
+    _copy_to(terminal, task.number)
+    sweeps = [Sweep(plan, task.out, None, task.device, name) for plan, name in task.sweeps]
     for sweep in sweeps:
-        sweep.say, sweep.marks = say, task.log.parent
+        sweep.marks = task.logs
     try:
         make_all(sweeps, task.until, task.extend)
     except Preempted as stopped:
-        say(f"{stopped}; {AGAIN}")
+        log.info("%s; %s", stopped, AGAIN)
         sys.exit(PREEMPTED)
 
 
+def _copy_to(terminal: TextIO, number: int) -> None:
+    """Log to the terminal as well what is about the sweep, not about the steps of a run."""
+    handler = logging.StreamHandler(terminal)
+    handler.setFormatter(logging.Formatter(f"worker {number}: %(message)s"))
+    logging.getLogger("angular_lab.sweeps").addHandler(handler)
+
+
 def _end_with_parent() -> None:
-    """Without a parent nobody would pass on a signal, or tell of a death: save and leave."""
+    """Save and exit without the parent: no one would pass on a signal or report a death."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

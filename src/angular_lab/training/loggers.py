@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from angular_lab.config.overrides import keys
 from angular_lab.config.spec import Spec
-from angular_lab.run_folder import RunDir
+from angular_lab.run_folder import RunFolder
 
 MODULES = {"tensorboard": "torch.utils.tensorboard"}  # where the name is not the module's
 
@@ -24,7 +24,7 @@ class Logger(Protocol):
 class TensorBoard:
     """Hides what an earlier attempt logged after `step`: those steps are taken again."""
 
-    def __init__(self, spec: Spec, run: RunDir, step: int) -> None:
+    def __init__(self, spec: Spec, run: RunFolder, step: int) -> None:
         module = _import(MODULES["tensorboard"], "tensorboard")
         _wait_for_later_name(run.path)
         self.writer = module.SummaryWriter(str(run.path), purge_step=step + 1)
@@ -50,15 +50,15 @@ def _wait_for_later_name(folder: Path) -> None:
 class Tracker:
     """W&B and trackio share this interface: init, log, finish."""
 
-    def __init__(self, module: str, spec: Spec, run: RunDir) -> None:
+    def __init__(self, module: str, spec: Spec, run: RunFolder) -> None:
         self.module, shown = _import(module, module), spec.dashboard
         own = {"name": f"{run.path.name}-{run_id(spec, run)[:8]}"}  # trackio knows runs by name
         if module == "wandb":
-            tags = [tag for tag in shown.tags.split(",") if tag]
+            tags = list(shown.tags)
             own = {"name": run.path.name, "id": run_id(spec, run)}
-            own |= {"entity": shown.entity or None, "tags": tags or None}
+            own |= {"entity": shown.entity, "tags": tags or None}
         self.module.init(
-            project=shown.project, group=shown.group or None, config=spec.to_dict(),
+            project=shown.project, group=shown.group, config=spec.to_dict(),
             resume="allow", **own,
         )  # fmt: skip
 
@@ -69,7 +69,7 @@ class Tracker:
         self.module.finish()
 
 
-def run_id(spec: Spec, run: RunDir) -> str:
+def run_id(spec: Spec, run: RunFolder) -> str:
     """Return the same id whenever a run is resumed, and another for any other run: a hash of the
     folder and of the settings that a resumed run keeps. Defaults are left out, so that a new
     setting changes no id."""
@@ -84,7 +84,7 @@ def run_id(spec: Spec, run: RunDir) -> str:
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-LOGGERS: dict[str, Callable[[Spec, RunDir, int], Logger]] = {
+LOGGERS: dict[str, Callable[[Spec, RunFolder, int], Logger]] = {
     "tensorboard": TensorBoard,
     "wandb": lambda spec, run, _: Tracker("wandb", spec, run),
     "trackio": lambda spec, run, _: Tracker("trackio", spec, run),
@@ -119,13 +119,13 @@ def _has_key(wandb: Any) -> bool:
         return False
 
 
-def make_loggers(spec: Spec, run: RunDir, step: int) -> list[Logger]:
+def make_loggers(spec: Spec, run: RunFolder, step: int) -> list[Logger]:
     """For a run that continues after `step`."""
     return [LOGGERS[name](spec, run, step) for name in _names(spec)]
 
 
 def _names(spec: Spec) -> list[str]:
-    return [name for name in spec.loggers.split(",") if name]
+    return list(spec.loggers)
 
 
 def _import(module: str, package: str) -> Any:

@@ -11,8 +11,9 @@ import torch
 from angular_lab.config.spec import Spec
 from angular_lab.data.prefetch import Prefetcher
 from angular_lab.data.shards import Batches, Tokens
+from angular_lab.errors import UserError
 from angular_lab.models.tensor_parallel import clip_gradients
-from angular_lab.run_folder import RunDir
+from angular_lab.run_folder import RunFolder
 from angular_lab.training import build, checkpoint
 from angular_lab.training.averages import Averages
 from angular_lab.training.evaluate import evaluate
@@ -32,7 +33,7 @@ class Trainer:
     def __init__(
         self,
         spec: Spec,
-        run: RunDir,
+        run: RunFolder,
         ranks: Ranks,
         data: Path,
         until: float = inf,  # on the monotonic clock: save and leave
@@ -44,7 +45,7 @@ class Trainer:
         self.batches = Batches(Tokens(data, "train", sequence, vocabulary), spec.batch, spec.seed)
         self.validation = Tokens(data, "val", sequence, vocabulary)
         if not len(self.validation):
-            raise ValueError(
+            raise UserError(
                 f"the validation split of {data} is shorter than one sequence of {sequence} tokens"
             )
         self.models = models
@@ -56,7 +57,7 @@ class Trainer:
         )
         recorded = can_record(spec, self.model, ranks)
         self.passes = Passes(self.parallel, self.autocast, recorded)
-        self.monitor = AngleMonitor(self.model, self.optimizer, max(1, spec.angle_every))
+        self.monitor = AngleMonitor(self.model, self.optimizer, spec.angle_every or 1)
         if not spec.angle_every:
             self.monitor.close()
         self.averages = Averages(self.model, spec.averages)
@@ -73,12 +74,12 @@ class Trainer:
         else:
             counters = checkpoint.from_memory(known, self.model, self.optimizer, self.averages)
         self.step, self.skipped = counters["step"], counters["skipped"]
-        self.monitor.read()  # loading takes a step for show, which it measured
+        self.monitor.read()  # loading takes a dummy step, which it measured
 
     def train(self) -> None:
-        """Take the remaining steps, once. The loop is the whole story."""
+        """Take the remaining steps."""
         self.progress.start(self.step)
-        # Optimizer and monitor hold each other until it is closed; then all is free at once.
+        # Optimizer and monitor refer to each other until it is closed; then all memory is freed.
         monitor = closing(self.monitor)
         with monitor, Sigterm() as sigterm, self.progress, self.prefetch() as batches:
             if self.ranks.any(sigterm.received):
@@ -123,7 +124,7 @@ class Trainer:
         build.balance_experts(self.model, self.ranks)
 
     def measure(self, loss: torch.Tensor) -> dict[str, Any]:
-        """The line of this step, {} where nothing is due."""
+        """Return the values to log for this step; {} if none are due."""
         metrics: dict[str, Any] = {}
         measured = self.spec.angle_every and self.step % self.spec.angle_every == 0
         if measured and (angles := self.monitor.read()):
@@ -158,15 +159,15 @@ class Trainer:
         return metrics | self.averages.evaluate(self.validate)
 
     def is_finite(self, tokens: torch.Tensor, targets: torch.Tensor) -> bool:
-        """Clip the gradients, and say whether loss and gradients may reach the weights."""
+        """Clip the gradients; True if loss and gradients may reach the weights."""
         # An infinite bound measures the norm and clips nothing.
-        bound = self.spec.clip or float("inf")
+        bound = inf if self.spec.clip is None else self.spec.clip
         norm = clip_gradients(list(self.model.parameters()), bound)
         before, self.host_norm = self.host_norm, OnHost(norm)
         value = self.host_loss.value()
         bad_loss = self.ranks.any(not isfinite(value))
-        # This step's norm is known at the end of the backward pass only. To stop, the norm of the
-        # step before will do: the device need not wait. To skip a batch, it has to.
+        # This step's norm is known only at the end of the backward pass. To stop, the norm of the
+        # step before is enough, and the host need not wait. To skip a batch, it has to.
         skipping = self.spec.on_nan == "skip"
         norm_value = (self.host_norm if skipping else before).value()
         if not bad_loss and isfinite(norm_value):  # the norm is the same on all ranks
@@ -184,7 +185,7 @@ class Trainer:
             where = culprit(self.model, tokens, targets, self.spec.micro_batch or len(tokens))
         raise NotFinite(
             f"the {what}; first not finite on rank {self.ranks.rank}: {where}. {self.last}; lower "
-            "optim.lr, or set on_nan=skip to leave such batches out"
+            "optim.lr, or set on_nan=skip to skip such batches"
         )
 
     @property
@@ -219,7 +220,7 @@ class Trainer:
         if self.ranks.first:
             self.run.finish()
 
-    def due(self, every: int) -> bool:
+    def due(self, every: int | None) -> bool:
         return bool(every) and (self.step % every == 0 or self.step == self.spec.steps)
 
     def prefetch(self) -> Prefetcher[tuple[torch.Tensor, torch.Tensor]]:

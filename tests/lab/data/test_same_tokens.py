@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from angular_lab.run_folder import RunDir
+from angular_lab.run_folder import RunFolder
 from angular_lab.training import checkpoint
 from angular_lab.training.start import branch_spec, train
 from tests.lab.runs import lines, tiny, train_on
@@ -42,9 +42,9 @@ def test_a_run_is_of_its_tokens_whatever_their_folder_is_called(
         for step in (9, 12):
             shutil.rmtree(checkpoint.step_folder(run / "checkpoints", step), ignore_errors=True)
         train(replace(tiny(data), data=place), run, resume=True)
-        assert RunDir(run).done
+        assert RunFolder(run).done
         assert lines(run) == lines(whole)
-        assert RunDir(run).read_spec().data == "corpus", "as it was begun"
+        assert RunFolder(run).read_spec().data == "corpus", "as it was begun"
     with pytest.raises(ValueError, match=r"started with steps=12 \(now 13\): the same"):
         train(tiny(data, steps=13), run, resume=True)
 
@@ -54,7 +54,7 @@ def test_ranks_agree_on_it(data: Path, tmp_path: Path) -> None:
     train(tiny(data, steps=4), tmp_path / "run")
     (tmp_path / "run" / "DONE").unlink()
     train_on(2, tiny(tmp_path / "copy", steps=4), tmp_path / "run")
-    assert RunDir(tmp_path / "run").done
+    assert RunFolder(tmp_path / "run").done
 
 
 def test_a_cool_down_goes_on_where_the_tokens_were_moved(data: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from angular_lab.run_folder import RunDir
+from angular_lab.run_folder import RunFolder
 
 
 def test_never_two_at_a_time(tmp_path: Path) -> None:
@@ -20,7 +20,7 @@ def test_never_two_at_a_time(tmp_path: Path) -> None:
     def compete(number: int) -> None:
         try:
             for _ in range(400):
-                run = RunDir(tmp_path / "run")
+                run = RunFolder(tmp_path / "run")
                 if run.try_claim():
                     inside.append(number)
                     if inside != [number] or not (tmp_path / "run" / "LOCK").exists():
@@ -54,15 +54,15 @@ def test_a_lock_on_a_file_that_is_gone_is_none(
         flock(file, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    run = RunDir(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     assert run.try_claim()
-    assert not RunDir(tmp_path / "run").try_claim()
+    assert not RunFolder(tmp_path / "run").try_claim()
     run.release()
     assert not (tmp_path / "run").exists()
 
 
 def test_what_began_stays(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "run")
+    run = RunFolder(tmp_path / "run")
     run.claim()
     (run.path / "spec.json").touch()
     run.append(run.metrics_path, {"step": 1})
@@ -71,7 +71,7 @@ def test_what_began_stays(tmp_path: Path) -> None:
     run.release()  # a second time: nothing
     run.claim()
     with pytest.raises(ValueError, match="is in use by another process"):
-        RunDir(run.path).claim()
+        RunFolder(run.path).claim()
     run.release()
 
 
@@ -82,9 +82,9 @@ def test_a_link_that_leads_nowhere_is_named(tmp_path: Path, place: str) -> None:
     (tmp_path / "run").symlink_to(tmp_path / "unmounted" / "disk")
     wanted = rf"{tmp_path / 'run'} is a link to {tmp_path / 'unmounted' / 'disk'}, .*not there"
     with pytest.raises(ValueError, match=wanted):
-        RunDir(tmp_path / place).try_claim()
+        RunFolder(tmp_path / place).try_claim()
     assert not (tmp_path / "unmounted").exists()
     (tmp_path / "unmounted" / "disk").mkdir(parents=True)
-    run = RunDir(tmp_path / place)
+    run = RunFolder(tmp_path / place)
     assert run.try_claim()
     run.release()

@@ -9,7 +9,7 @@ import pytest
 
 from angular_lab.demo import RUNS, run_demo
 from angular_lab.report.report import summary, text_table, write_report
-from angular_lab.run_folder import RunDir
+from angular_lab.run_folder import RunFolder
 from angular_lab.training.start import train
 from tests.lab.runs import tiny
 
@@ -65,8 +65,8 @@ def test_a_run_by_itself(data, tmp_path) -> None:
     spec = tiny(data, steps=12, average="0.5", angle_every=1)
     spec = replace(spec, schedule=replace(spec.schedule, warmup=2, decay=0.25))
     train(spec, tmp_path / "run")
-    lines = RunDir(tmp_path / "run").read_metrics()
-    found = summary(RunDir(tmp_path / "run"))
+    lines = RunFolder(tmp_path / "run").read_metrics()
+    found = summary(RunFolder(tmp_path / "run"))
     assert found["aux lr"] == (spec.optim.aux_lr or spec.optim.lr)
     assert found["of the average, 0.5"] == lines[-1]["val_loss_averaged_0.5"]
     first, last = (1e3 * lines[step - 1]["angle_mean"] for step in (3, 9))

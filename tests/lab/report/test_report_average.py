@@ -11,7 +11,7 @@ import pytest
 from angular_lab import run_folder as rundir
 from angular_lab.config.spec import ModelSpec, OptimSpec, ScheduleSpec, Spec
 from angular_lab.report.report import make_report
-from angular_lab.run_folder import RunDir
+from angular_lab.run_folder import RunFolder
 
 BASE = Spec(
     batch=4,
@@ -30,7 +30,7 @@ def no_git(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write(folder: Path, spec: Spec, losses: Lines, done: bool = True) -> None:
-    run = RunDir(folder)
+    run = RunFolder(folder)
     folder.mkdir(parents=True)
     run.write_spec(spec, {"device": "cpu"}, "tokens")
     for step, (weights, *averages) in losses.items():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from angular_lab.report.report import make_report
-from angular_lab.run_folder import RunDir
+from angular_lab.run_folder import RunFolder
 from tests.lab.report.test_report_sweeps import (
     choosing,
     no_git,  # noqa: F401  (a fixture)
@@ -227,7 +227,7 @@ def test_single_runs_of_two_kinds(tmp_path: Path, capsys: pytest.CaptureFixture[
     write_run(tmp_path / "runs" / "b", spec_of("muown"), 2.0, data="others")
     model = replace(spec_of().model, vocabulary=50)
     write_run(tmp_path / "runs" / "c", spec_of(model=model), 1.0)
-    RunDir(tmp_path / "runs" / "c").path.joinpath("DONE").unlink()
+    RunFolder(tmp_path / "runs" / "c").path.joinpath("DONE").unlink()
     text = report(tmp_path / "runs", tmp_path / "out", capsys)
     assert both(text, "The single runs differ in data or vocabulary")
     assert "Single runs, kind 3 of 3" in text

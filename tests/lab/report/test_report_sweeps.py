@@ -21,7 +21,7 @@ from angular_lab.report.figures import colors, interpolate
 from angular_lab.report.regimes import prediction
 from angular_lab.report.report import collect, make_report
 from angular_lab.report.runs import read_run
-from angular_lab.run_folder import RunDir
+from angular_lab.run_folder import RunFolder
 
 HORIZONS = (100, 200, 300, 400)
 Losses = Mapping[int, float]  # by horizon
@@ -50,7 +50,7 @@ def write_run(
 ) -> Path:
     """A run as training leaves it; the loss falls to `final` at the last step."""
     folder.mkdir(parents=True, exist_ok=True)
-    run = RunDir(folder)
+    run = RunFolder(folder)
     run.write_spec(spec, {"device": "cpu"}, data)
     start = spec.parent_step
     for step in range(start + 10, spec.steps + 1, 10):

@@ -1,218 +1,390 @@
 """Sweeps: every run once, whatever happens, and each one as if it were alone."""
 
+import os
+import signal
+import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
-from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from angular_lab.cli.main import main
 from angular_lab.config.spec import Spec
-from angular_lab.experiments.comparison import EXPERIMENTS, experiment
-from angular_lab.experiments.cost import cost, listing
-from angular_lab.experiments.definition import SCALES
-from angular_lab.report.report import make_report
-from angular_lab.run_folder import RunDir
-from angular_lab.show import duration
-from angular_lab.sweeps import trials as sweep_entries
-from angular_lab.sweeps.sweep import Sweep
-from angular_lab.sweeps.trials import decisive, make_entry
+from angular_lab.errors import UserError
+from angular_lab.experiments.comparison import experiment
+from angular_lab.experiments.definition import cooldown_variant
+from angular_lab.run_folder import RunFolder
+from angular_lab.sweeps import sweep as sweep_module
+from angular_lab.sweeps.sweep import Sweep, run_sweeps
 from angular_lab.training import checkpoint
-from angular_lab.training.nonfinite import NotFinite
 from angular_lab.training.ranks import start_ranks
 from angular_lab.training.signals import Preempted
 from angular_lab.training.start import train
-from tests.lab.runs import lines
-from tests.lab.sweeps.sweeps import manifest, small
+from angular_lab.training.trainer import Trainer
+from tests.lab.runs import LIMIT
+from tests.lab.sweeps.small import KAPPA_1, metrics, record, small, sweep
 
 
-def test_a_sweep_chooses_on_one_seed_and_judges_on_the_others(data: Path, tmp_path: Path) -> None:
-    runner = Sweep(small(data), tmp_path / "sweep", device="cpu")
-    runner.run()
-    found = manifest(tmp_path / "sweep")
-    assert [(e["label"][:5], e["value"], e["seed"]) for e in found["entries"]] == [
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the runs that sweeps train, in order."""
+    names: list[str] = []
+
+    def note(spec: Spec, run: RunFolder, *args: Any) -> RunFolder:
+        names.append(run.path.name)
+        return train(spec, run, *args)
+
+    monkeypatch.setattr(sweep_module, "train", note)
+    return names
+
+
+def test_one_seed_chooses_and_the_others_judge(data: Path, tmp_path: Path) -> None:
+    sweep(small(data), tmp_path)
+    result = record(tmp_path)
+    assert [(trial.arm, trial.value, trial.seed) for trial in result.trials] == [
         *[("adamw", value, 0) for value in (1e-3, 2e-3, 4e-3)],
-        ("adamw", found["chosen"]["adamw"]["value"], 1),
-        ("angul", 0.02, 0),
-        ("angul", 0.02, 1),
+        ("adamw", result.chosen["adamw"], 1),
+        (KAPPA_1, 0.02, 0),
+        (KAPPA_1, 0.02, 1),
     ]
     losses = {}
-    for entry in found["entries"]:
-        assert entry["status"] == "done"
-        for horizon, folder in entry["folders"].items():
-            run = RunDir(tmp_path / "sweep" / folder)
+    for trial in result.trials:
+        for horizon, name in trial.runs.items():
+            run = RunFolder(tmp_path / "runs" / name)
             assert run.done
-            assert run.read_spec().steps == int(horizon)
-        if entry["label"] == "adamw" and entry["seed"] == 0:
-            losses[entry["value"]] = run.read_metrics()[-1]["val_loss"]
-    assert found["chosen"]["adamw"]["value"] == min(losses, key=losses.__getitem__)
+            assert run.read_spec().steps == horizon
+            assert run.read_spec().parent == trial.trunk
+        if (trial.arm, trial.seed) == ("adamw", 0):
+            losses[trial.value] = run.read_metrics()[-1].get("val_loss")
+    assert result.chosen["adamw"] == min(losses, key=losses.__getitem__)
 
 
 def test_runs_that_share_a_model_are_as_if_alone(data: Path, tmp_path: Path) -> None:
-    plan = small(data, horizons=(6,))
-    Sweep(plan, tmp_path / "sweep", device="cpu").run()
-    for entry in manifest(tmp_path / "sweep")["entries"]:
-        folder = tmp_path / "sweep" / entry["folders"]["6"]
-        train(RunDir(folder).read_spec(), tmp_path / "alone" / folder.name, device="cpu")
-        assert lines(folder) == lines(tmp_path / "alone" / folder.name)
+    sweep(small(data, horizons=(6,)), tmp_path)
+    for name, content in metrics(tmp_path).items():
+        spec = RunFolder(tmp_path / "runs" / name).read_spec()
+        train(spec, tmp_path / "alone" / name, device="cpu")
+        assert (tmp_path / "alone" / name / "metrics.jsonl").read_bytes() == content
 
 
-def test_a_longer_cool_down_leaves_the_same_trunk(data: Path, tmp_path: Path) -> None:
-    """Off the trunk that is there anyway; and it is the run that cools down that long."""
-    plan = small(data, horizons=(8, 16), seeds=(0,), longer=0.5)
-    plan = replace(plan, lines=plan.lines[-1:])
-    runner = Sweep(plan, tmp_path / "sweep", device="cpu")
-    runner.run()
-    (entry,) = manifest(tmp_path / "sweep")["entries"]
-    longer = RunDir(tmp_path / "sweep" / entry["longer"])
-    spec = longer.read_spec()
-    assert (spec.parent_step, spec.steps, spec.decay_steps) == (8, 16, 8)
-    straight = replace(runner.entries[0].spec, schedule=replace(spec.schedule, kind="wsd"))
-    train(straight, tmp_path / "straight", device="cpu")
-    ends = [run.read_metrics()[-1]["val_loss"] for run in (longer, RunDir(tmp_path / "straight"))]
-    assert ends[0] == ends[1] != runner.entries[0].loss
-    (longer.path / "DONE").unlink()
-    assert runner.pending()
-
-
-def test_a_longer_cool_down_needs_a_trunk(data: Path) -> None:
-    """A single horizon has none: the run would never be done, and the sweep never end."""
-    with pytest.raises(ValueError, match=r"longer=0\.5 with the one horizon \(8,\): .*longer=0"):
-        small(data, horizons=(8,), longer=0.5)
-
-
-def test_a_longer_cool_down_is_longer(data: Path) -> None:
-    with pytest.raises(ValueError, match=r"longer=0\.25: the normal cool-downs take 0\.25 of"):
-        small(data, longer=0.25)
-
-
-def test_a_longer_cool_down_that_breaks_down_takes_nothing_from_the_normal_ones(
-    data: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_sweeps_that_share_runs_train_them_once(
+    data: Path, tmp_path: Path, trained: list[str]
 ) -> None:
-    plan = small(data, horizons=(8, 16), seeds=(0,), longer=0.5)
-    plan = replace(plan, lines=plan.lines[-1:])
-
-    def breaking(spec: Spec, out: Any, *args: Any) -> RunDir:
-        run = train(spec, out, *args)
-        if run.path.name.endswith("-longer"):
-            (run.path / "DONE").unlink()
-            raise NotFinite("the loss of step 9 is nan")
-        return run
-
-    monkeypatch.setattr(sweep_entries, "train", breaking)
-    runner = Sweep(plan, tmp_path, device="cpu")
-    runner.run()
-    (entry,) = runner.entries
-    assert entry.done
-    assert entry.loss < inf
-    assert manifest(tmp_path)["entries"][0]["status"] == "done"
-    assert [path.parent for path in tmp_path.glob("*/DIVERGED")] == [entry.longer_end]
-    make_report([tmp_path], tmp_path / "report")
-    tables = tmp_path / "report" / "tables"
-    (table,) = (path.read_text() for path in tables.glob("*-final-loss.md"))
-    assert f"{entry.loss:.4f}" in table
-    said = capsys.readouterr().err
-    assert "diverged in the longer cool-down" in said
-    assert "unfinished" not in said
-    (runs,) = (path.read_text() for path in tables.glob("*-runs.csv"))
-    assert ",done," in runs
+    """A straight run that another sweep has as a cooldown off a trunk counts as finished."""
+    plan = small(data)
+    other = replace(plan, name="other", horizons=(8,))
+    sweep(plan, tmp_path)
+    made = [*trained]
+    assert len({*made}) == len(made)
+    sweep(other, tmp_path)
+    assert trained == made
+    result, shared = record(tmp_path), record(tmp_path, "other-nano")
+    assert [trial.runs[8] for trial in shared.trials] == [trial.runs[8] for trial in result.trials]
+    assert [trial.trunk for trial in shared.trials] == [None] * 6
 
 
-def test_branches_start_from_memory(
+def test_a_straight_run_serves_as_a_cooldown(
+    data: Path, tmp_path: Path, trained: list[str]
+) -> None:
+    plan = small(data, seeds=(0,), arms=small(data).arms[1:])
+    sweep(replace(plan, name="straight", horizons=(8,)), tmp_path)
+    (straight,) = trained
+    sweep(plan, tmp_path)
+    assert trained.count(straight) == 1
+    assert len(trained) == 3, "the trunk and the other cooldown are new"
+
+
+def test_the_data_is_known_by_its_tokens_not_by_its_path(
+    data: Path, tmp_path: Path, trained: list[str]
+) -> None:
+    plan = small(data, horizons=(4,))
+    sweep(plan, tmp_path)
+    made = [*trained]
+    (tmp_path / "link").symlink_to(data)
+    again = Sweep(plan, tmp_path, str(tmp_path / "link"), device="cpu")
+    run_sweeps([again])
+    assert trained == made
+
+
+def test_other_data_needs_another_name(data: Path, tmp_path: Path) -> None:
+    plan = small(data, horizons=(4,), seeds=(0,))
+    sweep(plan, tmp_path)
+    other = Sweep(plan, tmp_path, device="cpu")
+    other.data = "0123456789abcdef"
+    with pytest.raises(UserError, match=r"small-nano.json is about data .*--name"):
+        run_sweeps([other])
+
+
+def test_a_variant_leaves_the_same_trunk(data: Path, tmp_path: Path, trained: list[str]) -> None:
+    """It takes the value chosen for its arm, and is the run that cools down for that long."""
+    plan = small(data, horizons=(8, 16))
+    plan = replace(plan, arms=(plan.arms[0], cooldown_variant(plan.arms[0], 0.5, 16)))
+    finished = sweep(plan, tmp_path)
+    result = record(tmp_path)
+    assert sum("-trunk-" in name for name in trained) == 4
+    assert list(result.chosen) == ["adamw"]
+    label = plan.arms[1].label
+    trials = [trial for trial in result.trials if trial.arm == label]
+    assert [t.value for t in trials] == [1e-3, 2e-3, 4e-3, result.chosen["adamw"]]
+    end = finished.trial(plan.arms[1], 1e-3, 0).ends[16]
+    straight = replace(end.spec, parent=None, parent_step=0)
+    train(straight, tmp_path / "straight", device="cpu")
+    losses = [
+        RunFolder(f).read_metrics()[-1].get("val_loss") for f in (end.folder, tmp_path / "straight")
+    ]
+    assert losses[0] == losses[1] != finished.trial(plan.arms[0], 1e-3, 0).loss
+
+
+def test_cooldowns_start_from_memory(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within a process no checkpoint is read; that the bytes are those of one that reads is what
-    the next test shows."""
+    """Within a process no checkpoint is read. That the bytes are those of a process that reads one
+    is what the next test shows."""
     monkeypatch.setattr(checkpoint, "load", lambda *_: pytest.fail("it read a checkpoint"))
-    Sweep(small(data), tmp_path / "sweep", device="cpu").run()
+    sweep(small(data), tmp_path)
 
 
-def test_the_budget_stops_it_and_nothing_is_done_twice(data: Path, tmp_path: Path) -> None:
+def test_a_budget_stops_it_and_nothing_is_trained_twice(
+    data: Path, tmp_path: Path, trained: list[str]
+) -> None:
     """Stopped again and again, it ends with the bytes of one that ran through."""
     plan = small(data)
-    Sweep(plan, tmp_path / "whole", device="cpu").run()
+    sweep(plan, tmp_path / "whole")
     stops = 0
     for _ in range(200):
         try:
-            Sweep(plan, tmp_path / "pieces", device="cpu").run(budget=0.5)
+            sweep(plan, tmp_path / "pieces", budget=0.5)
             break
         except Preempted:
             stops += 1
     assert stops > 2
-    names = sorted(path.parent.name for path in (tmp_path / "whole").glob("*/metrics.jsonl"))
-    assert names == sorted(p.parent.name for p in (tmp_path / "pieces").glob("*/metrics.jsonl"))
-    for name in names:
-        assert lines(tmp_path / "whole" / name) == lines(tmp_path / "pieces" / name)
-    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "pieces").rglob("metrics.jsonl")}
-    time.sleep(0.01)
-    Sweep(plan, tmp_path / "pieces", device="cpu").run()
-    assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "pieces").rglob("metrics.jsonl")}
+    assert metrics(tmp_path / "whole") == metrics(tmp_path / "pieces")
+    assert record(tmp_path / "whole") == record(tmp_path / "pieces")
+    count = len(trained)
+    sweep(plan, tmp_path / "pieces")
+    assert len(trained) == count
 
 
-def test_a_best_value_at_the_edge_is_flagged_and_extended_on_request(
-    data: Path, tmp_path: Path
-) -> None:
-    low = replace(small(data).lines[0], values=(1e-5, 2e-5))
-    plan = small(data, lines=(low,), horizons=(8,), seeds=(0,))
-    flagged = Sweep(plan, tmp_path / "a", device="cpu")
-    flagged.run()
+def test_nothing_begins_once_the_time_is_over(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(Preempted, match="0 of 6 trials done, 6 left; run the same command"):
+        sweep(small(data), tmp_path, budget=1e-9)
+    assert not metrics(tmp_path)
+
+
+def test_a_grid_is_extended_at_its_edge_on_request(data: Path, tmp_path: Path) -> None:
+    low = replace(small(data).arms[0], values=(1e-5, 2e-5))
+    plan = small(data, arms=(low,), horizons=(8,), seeds=(0,))
+    flagged = sweep(plan, tmp_path)
     assert flagged.chosen["adamw"].extend == ("above",)
-    assert manifest(tmp_path / "a")["chosen"]["adamw"]["edge"] == ["above"]
-    extended = Sweep(plan, tmp_path / "b", device="cpu")
-    extended.run(extend=2)
-    assert [entry.value for entry in extended.entries] == pytest.approx([1e-5, 2e-5, 4e-5, 8e-5])
+    extended = sweep(plan, tmp_path, extend=2)
+    expected = pytest.approx((1e-5, 2e-5, 4e-5, 8e-5))
+    assert record(tmp_path).arms[0].values == expected
+    before = extended.path.read_bytes()
+    again = sweep(plan, tmp_path)
+    assert again.path.read_bytes() == before, "values that were added stay"
+    assert again.chosen["adamw"].lr == pytest.approx(8e-5)
 
 
-def test_a_run_that_breaks_down_is_a_result(
+def test_a_run_that_diverges_is_a_result(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    high = replace(small(data).lines[0], values=(1e-3, 1e30))
-    plan = small(data, lines=(high,), horizons=(8,), seeds=(0,))
-    runner = Sweep(plan, tmp_path, device="cpu")
-    runner.run()
-    assert runner.chosen["adamw"].lr == 1e-3
-    assert [entry.loss == inf for entry in runner.entries] == [False, True]
-    assert [entry["status"] for entry in manifest(tmp_path)["entries"]] == ["done", "diverged"]
-    monkeypatch.setattr(sweep_entries, "train", lambda *_: pytest.fail("it ran again"))
-    Sweep(plan, tmp_path, device="cpu").run()
+    high = replace(small(data).arms[0], values=(1e-3, 1e30))
+    plan = small(data, arms=(high,), horizons=(4, 8), seeds=(0,))
+    finished = sweep(plan, tmp_path)
+    assert finished.chosen["adamw"].lr == 1e-3
+    assert finished.counts() == (2, 2)
+    assert finished.trial(high, 1e30, 0).diverged
+    monkeypatch.setattr(sweep_module, "train", lambda *_: pytest.fail("it ran again"))
+    sweep(plan, tmp_path)
 
 
-def test_a_line_where_all_diverge_does_not_stop_the_others(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_arm_whose_values_all_diverge_does_not_stop_the_others(
+    data: Path, tmp_path: Path
 ) -> None:
-    high, other = small(data).lines
+    high, other = small(data).arms
     high = replace(high, values=(1e28, 1e30))
-    plan = small(data, lines=(high, other), horizons=(8,))
-    monkeypatch.setitem(EXPERIMENTS, "small", lambda _: plan)
-    words = ["sweep", "small", "--out", str(tmp_path), "--device", "cpu"]
-    assert main(words) == 0
-    shown = capsys.readouterr().out
-    assert "every value diverged: --extend N tries smaller ones" in shown
-    assert "best 0.02, loss" in shown
-    assert "edge" not in shown, "a single value is no grid"
-    assert list(manifest(tmp_path)["chosen"]) == [other.label]
-    assert main([*words, "--extend", "1"]) == 0
-    tried = [e["value"] for e in manifest(tmp_path)["entries"] if e["label"] == "adamw"]
-    assert tried == pytest.approx([1e26, 1e28, 1e30])
+    plan = small(data, arms=(high, other), horizons=(8,))
+    finished = sweep(plan, tmp_path)
+    assert list(finished.chosen) == [other.label]
+    assert finished.counts() == (4, 4)
+    finished = sweep(plan, tmp_path, extend=1)
+    assert record(tmp_path).arms[0].values == pytest.approx((1e26, 1e28, 1e30))
 
 
 def test_a_single_value_has_no_choice_to_wait_for(data: Path, tmp_path: Path) -> None:
-    plan = small(data, lines=small(data).lines[1:], seeds=(0, 1, 2))
-    assert [entry.seed for entry in Sweep(plan, tmp_path).pending()] == [0, 1, 2]
+    plan = small(data, arms=small(data).arms[1:], seeds=(0, 1, 2))
+    assert [trial.seed for trial in Sweep(plan, tmp_path).pending()] == [0, 1, 2]
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch about itself
-def test_one_compilation_for_a_shape_and_one_for_every_shape(
+def test_a_run_continues_as_it_began(data: Path, tmp_path: Path) -> None:
+    """Settings that no loss depends on may have changed since."""
+    plan = small(data, arms=small(data).arms[1:], seeds=(0,))
+    begun = Sweep(plan, tmp_path, device="cpu")
+    begun.until = 0.0
+    with pytest.raises(Preempted):
+        begun.make(begun.next_runs()[0])
+    (arm,) = plan.arms
+    other = replace(arm, spec=replace(arm.spec, log_every=5, eval_every=2))
+    finished = sweep(replace(plan, arms=(other,)), tmp_path)
+    trunk = finished.trial(other, 0.02, 0).trunk
+    assert trunk is not None
+    assert RunFolder(trunk.folder).read_spec().log_every == arm.spec.log_every
+
+
+def test_trials_that_the_plan_no_longer_has_stay_listed(data: Path, tmp_path: Path) -> None:
+    plan = small(data, horizons=(4,), seeds=(0,))
+    sweep(plan, tmp_path)
+    before = record(tmp_path)
+    changed = replace(plan.arms[0], values=(2e-3, 8e-3))
+    sweep(replace(plan, arms=(changed,)), tmp_path)
+    after = record(tmp_path)
+    assert all(trial in after.trials for trial in before.trials)
+    assert [arm.label for arm in after.arms] == ["adamw", KAPPA_1]
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[1]", '{"format": 2}'])
+def test_a_damaged_file_is_written_anew(data: Path, tmp_path: Path, text: str) -> None:
+    plan = small(data, horizons=(4,), seeds=(0,), arms=small(data).arms[1:])
+    finished = sweep(plan, tmp_path)
+    before = finished.path.read_bytes()
+    finished.path.write_text(text)
+    sweep(plan, tmp_path)
+    assert finished.path.read_bytes() == before
+
+
+def test_many_writers_one_file(data: Path, tmp_path: Path) -> None:
+    plan = small(data)
+    for trial in Sweep(plan, tmp_path).pending():
+        trial.runs[0].folder.mkdir(parents=True)
+    first = Sweep(plan, tmp_path)
+    first.write()
+    whole, stop, wrong = first.path.read_text(), threading.Event(), []
+
+    def write() -> None:
+        try:
+            for _ in range(10):
+                Sweep(plan, tmp_path).write()
+        except BaseException as error:
+            wrong.append(error)
+
+    def read() -> None:
+        while not stop.is_set():
+            if first.path.read_text() != whole:
+                wrong.append("half a file")
+
+    reader = threading.Thread(target=read)
+    writers = [threading.Thread(target=write) for _ in range(4)]
+    for thread in (reader, *writers):
+        thread.start()
+    for writer in writers:
+        writer.join()
+    stop.set()
+    reader.join()
+    assert wrong == []
+    assert len(record(tmp_path).trials) == 5
+
+
+# -- other processes ---------------------------------------------------------------------------
+
+
+class Log:
+    """Messages of the sweeps; `act` is called with each."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.messages: list[str] = []
+        self.act: Any = lambda _: None
+        monkeypatch.setattr(sweep_module.log, "info", self.note)
+
+    def note(self, message: str, *values: object) -> None:
+        self.messages.append(message % values)
+        self.act(self.messages[-1])
+
+
+def test_runs_of_other_processes_are_waited_for(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test holds the lock of one value. Its arm's other seed waits, all else is made."""
+    log, runner = Log(monkeypatch), Sweep(small(data), tmp_path, device="cpu")
+    held = runner.pending()[1]
+    assert held.trunk is not None
+    lock, waiting = RunFolder(held.trunk.folder), threading.Event()
+    done: list[int] = []
+    log.act = lambda text: waiting.set() if "waiting" in text else None
+    lock.claim()
+
+    def let_go() -> None:
+        if waiting.wait(LIMIT):
+            done.append(sum(trial.done for trial in runner.pending()) + runner.counts()[0])
+            time.sleep(1)
+        lock.release()
+
+    thread = threading.Thread(target=let_go, daemon=True)
+    thread.start()
+    run_sweeps([runner])
+    thread.join()
+    assert done == [4], "all but the held value and the judge of its arm"
+    assert runner.counts() == (6, 6)
+    assert sum("waiting" in text for text in log.messages) == 1
+
+
+def test_no_sweep_waits_while_another_has_work(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, plan = Log(monkeypatch), small(data, horizons=(4,), seeds=(0,))
+    first = Sweep(replace(plan, name="first", arms=plan.arms[:1]), tmp_path, device="cpu")
+    second = Sweep(replace(plan, name="second", arms=plan.arms[1:]), tmp_path, device="cpu")
+    locks = [RunFolder(run.folder) for run in first.next_runs()]
+    for lock in locks:
+        lock.claim()
+
+    def stop(text: str) -> None:
+        if "waiting" in text:
+            raise Preempted(text)
+
+    log.act = stop
+    with pytest.raises(Preempted):
+        run_sweeps([first, second])
+    assert second.counts() == (1, 1)
+    assert first.counts() == (0, 3)
+    assert second.models is first.models, "one compiled model for all"
+
+
+def test_a_run_finished_by_another_process_is_not_made_again(
+    data: Path, tmp_path: Path, trained: list[str]
+) -> None:
+    runner = Sweep(small(data, horizons=(4,)), tmp_path, device="cpu")
+    first, *_ = runner.next_runs()
+    first.folder.mkdir(parents=True)
+    train(first.spec, first.folder, device="cpu")
+    runner.make(first)
+    assert trained == []
+    run = RunFolder(first.folder)
+    assert run.try_claim(), "it was released"
+    run.release()
+
+
+def test_a_run_of_the_cached_model_comes_first(
+    data: Path, tmp_path: Path, trained: list[str]
+) -> None:
+    arm = small(data).arms[1]
+    wide = replace(arm.spec, model=replace(arm.spec.model, width=48, mlp=96, heads=3))
+    plan = small(data, arms=(arm, replace(arm, label="wide", spec=wide)), horizons=(4,))
+    runner = Sweep(plan, tmp_path, device="cpu")
+    runner.models.take(wide, start_ranks("cpu"))
+    run_sweeps([runner])
+    widths = [RunFolder(tmp_path / "runs" / name).read_spec().model.width for name in trained]
+    assert widths == [48, 48, 32, 32]
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch's own
+def test_each_shape_is_compiled_once(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A graph that trains and one that evaluates, however many runs; also where torch would
-    compile no more unless told to forget, which is at the fifth shape and here at the second."""
+    stop compiling, which is at the fifth shape and here at the second."""
     compile_, graphs = torch.nn.Module.compile, []
 
     def backend(graph: torch.fx.GraphModule, _: object) -> object:
@@ -220,108 +392,93 @@ def test_one_compilation_for_a_shape_and_one_for_every_shape(
         return graph.forward
 
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compile_(self, backend=backend))
-    line = small(data).lines[1]
-    rows = []
+    arm, arms, counts = small(data).arms[1], [], []
     for width in (16, 32):
         sizes = {"layers": 1, "width": width, "mlp": 2 * width, "heads": width // 16}
-        spec = replace(line.spec, model=replace(line.spec.model, **sizes), compile=True)
-        rows.append(replace(line, label=f"d = {width}", spec=spec))
+        spec = replace(arm.spec, model=replace(arm.spec.model, **sizes), compile=True)
+        arms.append(replace(arm, label=f"d = {width}", spec=spec))
     torch.compiler.reset()
-    sweep = Sweep(small(data, lines=tuple(rows)), tmp_path, device="cpu")
-    counts: list[int] = []
-    sweep.say = lambda _: counts.append(len(graphs))
-    # torch's own way: what monkeypatch sets on this module, it cannot take back
+
+    def note(*arguments: Any) -> RunFolder:
+        counts.append(len(graphs))
+        return train(*arguments)
+
+    monkeypatch.setattr(sweep_module, "train", note)
+    # torch's own way: what monkeypatch sets on this module, it cannot restore
     with torch._dynamo.config.patch(recompile_limit=2):
-        sweep.run()
-    assert [*counts, len(graphs)] == [0, 0, 2, 2, 4, 4]
+        sweep(small(data, arms=tuple(arms), horizons=(4,)), tmp_path)
+    assert [*counts, len(graphs)] == [0, 2, 2, 4, 4]
 
 
-def test_a_run_of_the_model_at_hand_comes_first(data: Path, tmp_path: Path) -> None:
-    """Which matters where others took the rest of a line: no going back and forth."""
-    line = small(data).lines[1]
-    wide = replace(line.spec, model=replace(line.spec.model, width=48, mlp=96, heads=3))
-    plan = small(data, lines=(line, replace(line, label="wide", spec=wide)), horizons=(4,))
-    sweep = Sweep(plan, tmp_path / "runs", device="cpu")  # no other test's sweeps beside it
-    said: list[str] = []
-    sweep.say = said.append
-    sweep.models.take(wide, start_ranks("cpu"))
-    sweep.run()
-    labels = [name.partition("-lr")[0] for name in said[1:]]
-    assert labels == ["runs/wide"] * 2 + ["runs/angular-muown--kappa---1"] * 2
+# -- interruptions -----------------------------------------------------------------------------
 
 
-def test_a_setting_at_its_default_leaves_no_mark_in_a_name() -> None:
-    """So that a setting that is added later does not rename the runs that are there."""
-    assert decisive(Spec()) == {}
-    spec = replace(Spec(), batch=7, log_every=3, optim=replace(Spec().optim, lr=0.5))
-    assert decisive(spec) == {"batch": 7, "optim.lr": 0.5}
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_between_runs_counts(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """It arrives while the second run is being set up: that run takes no step."""
+    begin, count = Trainer.__init__, []
+
+    def interrupted(self: Trainer, *arguments: Any) -> None:
+        begin(self, *arguments)
+        count.append(1)
+        if len(count) == 2:
+            os.kill(os.getpid(), number)
+
+    plan = small(data, horizons=(8,))
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "__init__", interrupted)
+        with pytest.raises(Preempted, match=r"lr0.002.* is saved"):
+            sweep(plan, tmp_path / "a")
+    assert [text.count(b"\n") for text in metrics(tmp_path / "a").values()] == [8]
+    assert len(list(tmp_path.glob("a/runs/*/STOPPED"))) == 1
+    sweep(plan, tmp_path / "a")
+    sweep(plan, tmp_path / "b")
+    assert metrics(tmp_path / "a") == metrics(tmp_path / "b")
 
 
-def test_folders_are_named_by_what_is_in_them(data: Path, tmp_path: Path) -> None:
-    plan = small(data)
-    line = plan.lines[1]
-    entry = make_entry(plan, line, 0.02, 0, tmp_path)
-    assert entry.folder.name.startswith("angular-muown--kappa---1-lr0.02-seed0-")
-    longer = replace(line, spec=replace(line.spec, batch=8))
-    others = [
-        make_entry(plan, line, 0.02, 1, tmp_path),
-        make_entry(plan, line, 0.03, 0, tmp_path),
-        make_entry(plan, longer, 0.02, 0, tmp_path),
-        make_entry(replace(plan, horizons=(4, 12)), line, 0.02, 0, tmp_path),
-        make_entry(replace(plan, horizons=(2, 8)), line, 0.02, 0, tmp_path),
-    ]
-    assert len({entry.folder, *(other.folder for other in others)}) == 6
-    assert make_entry(plan, line, 0.02, 0, tmp_path) == entry
+def test_a_store_can_be_moved(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupted in a cooldown under a relative path, it continues under the absolute one, and
+    after a move."""
+    plan = small(data, arms=small(data).arms[1:], seeds=(0,))
+    update = Trainer.update
+
+    def stop(self: Trainer) -> None:
+        update(self)
+        if self.spec.parent and self.spec.steps == 8:
+            self.until = 0.0
+
+    monkeypatch.chdir(tmp_path)
+    for out in (Path("store"), (tmp_path / "store").resolve()):
+        with monkeypatch.context() as patch:
+            patch.setattr(Trainer, "update", stop)
+            with pytest.raises(Preempted):
+                sweep(plan, out)
+    os.rename("store", "moved")
+    sweep(plan, Path("moved"))
+    sweep(plan, Path("whole"))
+    assert metrics(Path("moved")) == metrics(Path("whole"))
 
 
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_experiment_is_one_of_valid_specs(name: str, scale: str, tmp_path: Path) -> None:
-    plan = experiment(name, scale)
-    assert plan.name == name
-    assert len({line.label for line in plan.lines}) == len(plan.lines)
-    for line in plan.lines:
-        for value in line.values:
-            make_entry(plan, line, value, plan.seeds[0], tmp_path)
-    runs, tokens, operations = cost(plan)
-    assert runs >= len(plan.lines)
-    assert operations > tokens > 0
+def test_a_failed_run_is_not_tried_again_by_this_call(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = Sweep(small(data, horizons=(4,), seeds=(0,)), tmp_path, device="cpu")
+    runner.marks = tmp_path
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(sweep_module, "train", fail)
+    runs: Sequence[Any] = runner.next_runs()
+    with pytest.raises(RuntimeError):
+        run_sweeps([runner])
+    assert runner.next_runs() == runs[1:]
+    assert len(runner.pending()) == len(runs)
 
 
-def test_the_teaser_has_the_papers_tokens() -> None:
-    """Four lines of five rates: nine tenths of 10B tokens and four cool-downs of a tenth each."""
-    runs, tokens, _ = cost(experiment("teaser", "paper"))
-    assert runs == 20
-    assert tokens == pytest.approx(20 * (9e9 + 0.1 * 25e9), rel=1e-3)
-
-
-def test_the_list_names_everything() -> None:
-    text = listing()
-    assert all(name in text for name in EXPERIMENTS)
-    assert [text.count(f" {scale} ") >= len(EXPERIMENTS) for scale in SCALES] == [True] * 3
-
-
-def test_the_list_of_one_scale(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["experiments", "--scale", "nano"]) == 0
-    _, *rows, _ = capsys.readouterr().out.splitlines()
-    assert [row.split()[:2] for row in rows] == [[name, "nano"] for name in EXPERIMENTS]
-    assert main(["experiments", "--scale", "xl"]) == 2
-    assert "--scale xl: it must be paper, s" in capsys.readouterr().err
-
-
-def test_long_times_are_in_years() -> None:
-    day = 86_400
-    told = [duration(days * day) for days in (3, 999, 1001, 20_000, 585 * 365.25, 4e6)]
-    assert told == [
-        "3.0 days", "999.0 days", "2.7 years", "55 years", "585 years", "10,951 years",
-    ]  # fmt: skip
-    assert duration(5400) == "1.5 hours"
-
-
-@pytest.mark.parametrize(
-    ("name", "scale", "message"),
-    [("tease", "s", "did you mean teaser"), ("teaser", "xl", "--scale xl: it must be paper, s")],
-)
-def test_unknown_names(name: str, scale: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        experiment(name, scale)
+def test_a_sweep_is_not_for_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match=r"a sweep under torchrun: .*--processes N"):
+        Sweep(experiment("teaser", "nano"), tmp_path)

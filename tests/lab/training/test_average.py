@@ -16,7 +16,7 @@ from angular_lab.cli.main import main
 from angular_lab.config.overrides import override
 from angular_lab.config.spec import Spec
 from angular_lab.data.shards import Tokens
-from angular_lab.run_folder import RunDir
+from angular_lab.run_folder import RunFolder
 from angular_lab.sample import load_run
 from angular_lab.sweeps.trials import decisive
 from angular_lab.training import build, checkpoint
@@ -249,7 +249,7 @@ def test_a_branch_goes_on_with_its_trunks_averages(
     trunk, branches = trunk_spec(straight, [(8, 0.25), (16, 0.25)])
     train(trunk, tmp_path / "trunk", models=models)
     for at, length in branches:
-        spec = branch_spec(RunDir(tmp_path / "trunk"), at, length)
+        spec = branch_spec(RunFolder(tmp_path / "trunk"), at, length)
         train(spec, tmp_path / f"to{at + length}", models=models)
     assert lines(tmp_path / "trunk") + lines(tmp_path / "to16") == lines(tmp_path / "straight")
     train(replace(straight, steps=8), tmp_path / "short")
@@ -266,7 +266,7 @@ def test_what_the_trunk_has_not_averaged_begins_with_the_branch(
     base = tiny(data, steps=16, average=before, eval_every=1)
     trunk, [(at, length)] = trunk_spec(base, [(16, 0.5)])
     train(trunk, tmp_path / "trunk", models=models)
-    spec = replace(branch_spec(RunDir(tmp_path / "trunk"), at, length), average=WINDOWS)
+    spec = replace(branch_spec(RunFolder(tmp_path / "trunk"), at, length), average=WINDOWS)
     train(spec, tmp_path / "branch", models=models)
     first, second, *_ = parsed(tmp_path / "branch")
     assert first[NAMES[3]] == first["val_loss"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from angular_lab.cli.main import main
-from angular_lab.run_folder import RunDir
+from angular_lab.run_folder import RunFolder
 from angular_lab.sample import load_run
 from angular_lab.training import checkpoint
 from angular_lab.training.start import branch_spec, train
@@ -95,7 +95,7 @@ def test_a_kill_after_resuming_at_a_step_leaves_no_gap_in_the_log(
         patch.setattr("angular_lab.training.trainer.Trainer.train", lambda self: None)
         train(tiny(data, keep=9), run, resume=True, resume_step=4, device="cpu")
     assert checkpoint.steps(run / "checkpoints") == [4]
-    assert not RunDir(run).done
+    assert not RunFolder(run).done
     train(tiny(data, keep=9), run, resume=True, device="cpu")
     assert lines(run) == lines(tmp_path / "whole")
 
@@ -116,7 +116,7 @@ def test_a_finished_run_can_be_resumed_at_a_step(data, tmp_path) -> None:
     before = lines(out)
     _flip_bit(_folder(out, 12) / "__0_0.distcp")
     train(tiny(data), out, resume=True, resume_step=9, device="cpu")
-    assert RunDir(out).done
+    assert RunFolder(out).done
     assert lines(out) == before
     load_run(out)
 
@@ -159,7 +159,7 @@ def test_a_new_run_cannot_resume_at_a_step(data, tmp_path) -> None:
 
 
 def test_a_branch_from_a_damaged_step_names_a_good_one(data, run, tmp_path) -> None:
-    spec = branch_spec(RunDir(run), 9, 2)
+    spec = branch_spec(RunFolder(run), 9, 2)
     _flip_bit(_folder(run, 9) / "__0_0.distcp")
     with pytest.raises(ValueError, match=r"newest good step is 8: .*--at 8"):
         train(spec, tmp_path / "branch", device="cpu")
@@ -216,7 +216,7 @@ def test_a_file_that_the_disk_cannot_read_is_damage(run, monkeypatch) -> None:
 
 def test_a_record_of_a_stop_goes_when_the_run_cannot_continue(data, run) -> None:
     """A script that requeues stopped runs would try it again and again."""
-    RunDir(run).record_stop(75, 9)
+    RunFolder(run).record_stop(75, 9)
     _flip_bit(_folder(run, 9) / FILES[0])
     with pytest.raises(ValueError, match="is damaged"):
         train(tiny(data, keep=9), run, resume=True, device="cpu")

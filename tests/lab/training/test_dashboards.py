@@ -11,7 +11,7 @@ import pytest
 
 from angular_lab.cli.main import main
 from angular_lab.config.spec import DashboardSpec, Spec
-from angular_lab.run_folder import RunDir
+from angular_lab.run_folder import RunFolder
 from angular_lab.sweeps.trials import COMPARED, decisive
 from angular_lab.training import loggers
 from angular_lab.training.start import train
@@ -108,7 +108,7 @@ def test_a_resumed_run_may_be_shown_elsewhere(data, tmp_path, tracker) -> None:
     train(shown, out, resume=True, resume_step=8, device="cpu")
     assert lines(out) == lines(tmp_path / "whole")
     assert tracker.steps == list(range(9, 13))
-    assert RunDir(out).read_spec() == shown
+    assert RunFolder(out).read_spec() == shown
     after = json.loads((out / "spec.json").read_text())
     assert {**after, "spec": 0} == {**before, "spec": 0}, "nothing else changes"
     with pytest.raises(ValueError, match=r"seed=0 \(now 1\)"):
@@ -129,7 +129,7 @@ def test_a_spec_without_dashboards_is_read(data, tmp_path) -> None:
     content = json.loads((tmp_path / "run" / "spec.json").read_text())
     del content["spec"]["dashboard"]
     (tmp_path / "run" / "spec.json").write_text(json.dumps(content))
-    assert RunDir(tmp_path / "run").read_spec() == spec
+    assert RunFolder(tmp_path / "run").read_spec() == spec
     train(spec, tmp_path / "run", resume=True, device="cpu")
 
 
@@ -155,7 +155,7 @@ def test_tensorboard_writes_every_step_before_the_next_one(tmp_path, monkeypatch
             calls.append("flush")
 
     monkeypatch.setattr(loggers, "_import", lambda *_: SimpleNamespace(SummaryWriter=Writer))
-    board = loggers.TensorBoard(Spec(), RunDir(tmp_path), 4)
+    board = loggers.TensorBoard(Spec(), RunFolder(tmp_path), 4)
     for step in (5, 6):
         board.log(step, {"loss": 2.0})
     assert calls == [("purge", 5), ("loss", 5), "flush", ("loss", 6), "flush"]

@@ -13,7 +13,7 @@ from angular_lab.cli.main import main
 from angular_lab.models.base import LanguageModel
 from angular_lab.models.moe import MoE
 from angular_lab.report.runs import read_run
-from angular_lab.run_folder import RunDir
+from angular_lab.run_folder import RunFolder
 from angular_lab.sample import load_run
 from angular_lab.training import checkpoint, trainer
 from angular_lab.training import recorded_passes as passes
@@ -51,7 +51,7 @@ def test_a_loss_that_is_not_finite_stops_before_it_reaches_the_weights(data, tmp
     with pytest.raises(NotFinite, match=r"step 6 .*layers\.0\..*checkpoint is step 4"):
         train(tiny(data), out)
     assert checkpoint.steps(out / "checkpoints") == [4]
-    assert not RunDir(out).done
+    assert not RunFolder(out).done
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -106,7 +106,7 @@ def test_a_save_before_the_first_step_has_all_state(data, tmp_path, monkeypatch)
     shutil.rmtree(checkpoint.step_folder(tmp_path / "run" / "checkpoints", 12))
     (tmp_path / "run" / "DONE").unlink()
     train(tiny(data, steps=12, save_every=4), tmp_path / "run", resume=True)
-    assert RunDir(tmp_path / "run").done
+    assert RunFolder(tmp_path / "run").done
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -184,7 +184,7 @@ def test_a_crash_before_the_first_step_does_not_block_the_same_command(
         with pytest.raises(RuntimeError, match="out of memory"):
             main(command)
     assert main([*command, "batch=1"]) == 0, "nothing was trained with the other batch"
-    assert RunDir(out).read_spec().batch == 1
+    assert RunFolder(out).read_spec().batch == 1
 
 
 def test_a_kill_before_the_first_step_does_not_block_the_same_command(data, tmp_path) -> None:
@@ -192,9 +192,9 @@ def test_a_kill_before_the_first_step_does_not_block_the_same_command(data, tmp_
     out = tmp_path / "run"
     out.mkdir()
     (out / "LOCK").touch()
-    RunDir(out).write_spec(tiny(data, steps=3), {})
+    RunFolder(out).write_spec(tiny(data, steps=3), {})
     train(tiny(data, steps=2), out)
-    assert RunDir(out).read_spec().steps == 2
+    assert RunFolder(out).read_spec().steps == 2
 
 
 @pytest.mark.parametrize("trace", ["metrics.jsonl", "checkpoints/step_00000004", "DIVERGED"])
@@ -202,7 +202,7 @@ def test_a_run_that_has_begun_is_not_overwritten(data, tmp_path, trace) -> None:
     """By its log, a checkpoint, or the record of its end."""
     out = tmp_path / "run"
     (out / trace).parent.mkdir(parents=True)
-    RunDir(out).write_spec(tiny(data), {})
+    RunFolder(out).write_spec(tiny(data), {})
     (out / trace).write_text('{"step": 1}\n')
     with pytest.raises(ValueError, match="holds a run already"):
         train(tiny(data), out)
@@ -231,11 +231,11 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(data, tmp_path) -> None:
             train(tiny(data), out)
     assert checkpoint.steps(out / "checkpoints") == [4]
     train(tiny(data), out, resume=True)
-    assert RunDir(out).done
+    assert RunFolder(out).done
 
 
 def test_a_folder_in_use_is_refused(data, tmp_path) -> None:
-    first = RunDir(tmp_path / "run")
+    first = RunFolder(tmp_path / "run")
     first.claim()
     with pytest.raises(ValueError, match="in use by another process"):
         train(tiny(data), tmp_path / "run")
@@ -313,7 +313,7 @@ def test_validation_shorter_than_a_sequence(data, tmp_path) -> None:
 
 
 def test_a_line_that_does_not_fit_on_the_disk_is_taken_back(tmp_path) -> None:
-    run = RunDir(tmp_path)
+    run = RunFolder(tmp_path)
     run.append(run.metrics_path, {"step": 1})
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (16, before[1]))
@@ -329,13 +329,13 @@ def test_a_line_that_does_not_fit_on_the_disk_is_taken_back(tmp_path) -> None:
 def test_branching_from_a_step_that_was_not_kept(data, tmp_path) -> None:
     train(tiny(data), tmp_path / "run")
     with pytest.raises(ValueError, match=r"no checkpoint at step 5: it keeps \[8, 9, 12\]; pin"):
-        branch_spec(RunDir(tmp_path / "run"), 5, 2)
+        branch_spec(RunFolder(tmp_path / "run"), 5, 2)
     with pytest.raises(ValueError, match="at least one"):
-        branch_spec(RunDir(tmp_path / "run"), 9, 0)
+        branch_spec(RunFolder(tmp_path / "run"), 9, 0)
     with pytest.raises(ValueError, match=r"step 12 .* lies in its cool-down, which starts at 9"):
-        branch_spec(RunDir(tmp_path / "run"), 12, 2)
+        branch_spec(RunFolder(tmp_path / "run"), 12, 2)
     with pytest.raises(ValueError, match="no run folder"):
-        branch_spec(RunDir(tmp_path), 8, 2)
+        branch_spec(RunFolder(tmp_path), 8, 2)
 
 
 class Evil:

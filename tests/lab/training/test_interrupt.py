@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from angular_lab.cli.main import main
-from angular_lab.run_folder import RunDir
+from angular_lab.run_folder import RunFolder
 from angular_lab.training import checkpoint
 from angular_lab.training import start as runs
 from angular_lab.training.signals import Sigterm
@@ -145,7 +145,7 @@ def test_a_run_that_continues_removes_the_record(data, tmp_path, monkeypatch) ->
         assert main(command) == 75
     assert (tmp_path / "run" / "STOPPED").exists()
     assert main([*command, "--resume", "auto"]) == 0
-    assert RunDir(tmp_path / "run").done
+    assert RunFolder(tmp_path / "run").done
     assert not (tmp_path / "run" / "STOPPED").exists()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from angular_lab.run_folder import RunDir
+from angular_lab.run_folder import RunFolder
 from angular_lab.training import build, checkpoint
 from angular_lab.training.ranks import Ranks
 from angular_lab.training.start import branch_spec, train, trunk_spec
@@ -105,7 +105,7 @@ def test_ten_kills_at_random_moments_leave_no_trace(data, tmp_path) -> None:
             time.sleep(chance.random() * 0.05)
         process.kill()
         process.join()
-    assert not RunDir(out).done, "ten kills must fit into the run"
+    assert not RunFolder(out).done, "ten kills must fit into the run"
     assert during_save >= 1
     train(spec, out, resume=True)
     assert lines(out) == lines(tmp_path / "whole")
@@ -147,10 +147,10 @@ def test_a_branch_at_the_end_of_the_trunk_is_the_straight_run(data, tmp_path) ->
     assert branches == [(6, 2), (12, 4)]
     train(trunk, tmp_path / "trunk")
     for at, length in branches:
-        spec = branch_spec(RunDir(tmp_path / "trunk"), at, length)
+        spec = branch_spec(RunFolder(tmp_path / "trunk"), at, length)
         train(spec, tmp_path / f"to{at + length}")
     assert lines(tmp_path / "trunk") + lines(tmp_path / "to16") == lines(tmp_path / "straight")
-    assert RunDir(tmp_path / "to8").read_spec().parent == str(tmp_path / "trunk")
+    assert RunFolder(tmp_path / "to8").read_spec().parent == str(tmp_path / "trunk")
     short = tiny(data, steps=8)
     train(short, tmp_path / "short")
     assert lines(tmp_path / "trunk")[:6] + lines(tmp_path / "to8") == lines(tmp_path / "short")
@@ -179,7 +179,7 @@ def test_the_optimizer_gets_the_rate_that_is_logged(data, tmp_path, monkeypatch)
 def test_a_branch_is_resumable_and_its_parent_may_move(data, tmp_path) -> None:
     trunk, branches = trunk_spec(tiny(data, steps=16), [(16, 0.5)])
     train(trunk, tmp_path / "runs" / "trunk")
-    spec = branch_spec(RunDir(tmp_path / "runs" / "trunk"), *branches[0])
+    spec = branch_spec(RunFolder(tmp_path / "runs" / "trunk"), *branches[0])
     train(spec, tmp_path / "runs" / "first")
     (tmp_path / "runs").rename(tmp_path / "elsewhere")
     train(spec, tmp_path / "elsewhere" / "second")

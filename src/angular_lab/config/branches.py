@@ -1,0 +1,36 @@
+"""Specs of a trunk, a run at a constant learning rate, and of the cooldowns that branch off it."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from angular_lab.config.spec import Spec
+from angular_lab.errors import UserError
+
+
+def branch_point(horizon: int, share: float) -> int:
+    """Return the step at which a cooldown over a share of the steps to `horizon` starts."""
+    start = horizon - round(share * horizon)
+    if not 0 < start < horizon:
+        raise UserError(
+            f"a cooldown over {share:g} of {horizon} steps has {horizon - start}: it must have at "
+            "least one and leave some to the trunk"
+        )
+    return start
+
+
+def trunk_spec(spec: Spec, starts: Sequence[int]) -> Spec:
+    """Return the run at a constant learning rate that keeps checkpoints at all branch points."""
+    schedule = replace(spec.schedule, kind="constant")
+    return replace(spec, steps=max(starts), pins=tuple(sorted({*starts})), schedule=schedule)
+
+
+def cooldown_spec(trunk: Spec, parent: str, start: int, horizon: int) -> Spec:
+    """Return the cooldown that leaves the run `parent` at a step and ends at `horizon`."""
+    return replace(
+        trunk,
+        steps=horizon,
+        pins=(),
+        parent=parent,
+        parent_step=start,
+        schedule=replace(trunk.schedule, kind="wsd", decay_steps=horizon - start),
+    )

@@ -1,0 +1,108 @@
+"""The command `sweep`: what a user types and sees."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from angular_lab.cli.main import main
+from angular_lab.experiments.comparison import EXPERIMENTS
+from angular_lab.experiments.definition import Experiment
+from angular_lab.sweeps import workers
+from angular_lab.sweeps.sweep import Sweep
+from tests.lab.runs import LIMIT
+from tests.lab.sweeps.small import small
+
+
+@pytest.fixture
+def plan(data: Path, monkeypatch: pytest.MonkeyPatch) -> Experiment:
+    result = small(data, horizons=(4,))
+    monkeypatch.setitem(EXPERIMENTS, "small", lambda _: result)
+    return result
+
+
+def test_it_reports_progress_and_data(
+    plan: Experiment, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["sweep", "small", "--out", str(tmp_path), "--device", "cpu"]
+    assert main([*words, "--budget", "0.001s"]) == 75
+    assert capsys.readouterr().err.splitlines() == [
+        f"small, scale nano: 0 of 6 trials done; data: {data}",
+        "stopped: the budget is spent; small-nano: 0 of 6 trials done, 6 left; run the same "
+        "command to continue",
+    ]
+    assert main(words) == 0
+    best, single, file, hint = capsys.readouterr().out.splitlines()
+    assert best.startswith("adamw                     best 0.004, loss ")
+    assert best.endswith(" on seed 0, which chose it, at the grid's edge: above")
+    assert single.startswith("angular_muown, kappa = 1  best 0.02, loss ")
+    assert single.endswith(" on seed 0"), "a single value is not a choice"
+    assert file == str(tmp_path / "sweeps" / "small-nano.json")
+    assert hint == f"for a page about it: angular-lab report {file}"
+
+
+def test_it_names_the_default_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", "speedrun", "--out", str(tmp_path), "--budget", "0.001s"]) == 75
+    expected = "data: stdlib (the Python standard library, as bytes)\n"
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["sweep", "submit"])
+def test_missing_data_is_an_error_before_anything_is_written(
+    plan: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    out, data = tmp_path / "store", tmp_path / "none"
+    assert main([command, "small", "--out", str(out), "--data", str(data)]) == 2
+    printed = capsys.readouterr()
+    expected = f"data={data}: no such folder; make one with angular-lab prepare"
+    assert printed.err == f"error: {expected}\n"
+    assert not printed.out
+    assert not out.exists()
+
+
+@pytest.mark.timeout(2 * LIMIT)
+def test_two_experiments_by_two_processes(
+    plan: Experiment,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """With processes as a user gets them."""
+    other = replace(plan, name="other", arms=plan.arms[1:], seeds=(7,))
+    monkeypatch.setitem(EXPERIMENTS, "other", lambda _: other)
+    monkeypatch.chdir(tmp_path)
+    words = ["sweep", "small", "other", "--device", "cpu", "--processes", "2"]
+    assert main(words) == 0
+    printed = capfd.readouterr()
+    assert "2 workers; their output is in" in printed.err
+    for each in (plan, other):
+        finished = Sweep(each, Path())
+        assert finished.counts()[0] == finished.counts()[1]
+        for path in Path("runs").iterdir():
+            assert printed.err.count(f": {path.name}\n") == 1
+    assert "worker 0: " in printed.err
+    for path in Path("runs").glob("*seed7*"):
+        shutil.rmtree(path)
+    assert main([*words, "--budget", "0.001s"]) == 75
+    expected = "other-nano: 0 of 1 trials done, 1 left; run the same command to continue"
+    assert expected in capfd.readouterr().err
+
+
+def test_a_dead_worker_has_its_own_exit_code(
+    plan: Experiment,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(workers, "_watch", lambda *_: ["worker 1 with exit code -9"])
+    assert main(["sweep", "small", "--out", str(tmp_path), "--processes", "2"]) == 4
+    assert "1 of 2 workers died: worker 1 with exit code -9" in capsys.readouterr().err
+    assert main(["sweep", "small", "--out", str(tmp_path), "--processes", "0"]) == 2
+    assert "--processes 0: it must be at least 1" in capsys.readouterr().err
+
+
+def test_a_name_is_for_one_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["sweep", "teaser", "aux-lr", "--out", str(tmp_path), "--name", "x"]
+    assert main(words) == 2
+    assert "--name x for 2 experiments" in capsys.readouterr().err
