@@ -9,7 +9,6 @@ import torch
 from angular_lab.config.spec import Spec
 from angular_lab.run_folder import RunDir
 from angular_lab.training.loggers import Logger, make_loggers
-from angular_lab.training.neighbours import Neighbours
 from angular_lab.training.ranks import Ranks
 
 # Dense bf16 peak in FLOP/s, by the vendor's datasheets; MFU is a share of this.
@@ -29,7 +28,6 @@ class Progress:
     def __init__(self, spec: Spec, run: RunDir, ranks: Ranks, flops_per_token: float) -> None:
         self.spec, self.run, self.ranks, self.flops = spec, run, ranks, flops_per_token
         self.peak = peak_flops(ranks.device)
-        self.neighbours = Neighbours(run, ranks.device)
         self.loggers: list[Logger] = []
         self.terminal = sys.stderr.isatty()
 
@@ -50,11 +48,9 @@ class Progress:
         self._show(step, metrics, speed)
 
     def __enter__(self) -> "Progress":
-        self.neighbours.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.neighbours.__exit__()
         for logger in self.loggers:
             logger.close()
         if self.ranks.first and self.terminal:
@@ -66,8 +62,6 @@ class Progress:
         self.last, self.last_step = now, step
         rate = taken * self.spec.tokens_per_step / max(seconds, 1e-9)
         speed: dict[str, Any] = {"seconds": now - self.began, "tokens_per_second": rate}
-        if (count := self.neighbours.count()) is not None:
-            speed["runs_at_once"] = count
         if self.peak:
             speed["mfu"] = rate * self.flops / (self.peak * self.ranks.world)
         if self.ranks.device.type == "cuda":
