@@ -197,6 +197,17 @@ class Spec:
         return self.schedule.decay_steps or round(self.schedule.decay * self.steps)
 
     @property
+    def constant_phase(self) -> range:
+        """Return the steps at the full learning rate: after the warmup and before it falls.
+
+        Empty for a cosine schedule, whose learning rate falls all the time.
+        """
+        if self.schedule.kind == "cosine":
+            return range(0)
+        cooldown = self.decay_steps if self.schedule.kind == "wsd" else 0
+        return range(self.schedule.warmup + 1, self.steps - cooldown + 1)
+
+    @property
     def tokens_per_step(self) -> int:
         return self.batch * self.model.sequence
 

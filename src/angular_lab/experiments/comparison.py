@@ -42,11 +42,11 @@ def angles(scale: str) -> Experiment:
     variants: tuple[tuple[str, str, dict[str, Any]], ...] = (
         ("adamw", "adamw", {}),
         ("muon, no decay", "muon", {"weight_decay": 0.0}),
-        ("muon, decay 0.1", "muon", {"weight_decay": 0.1}),
+        (paper.MUON_DECAY, "muon", {"weight_decay": 0.1}),
         ("normuon", "normuon", {}),
         ("muown", "muown", {}),
         ("angular_muown", "angular_muown", {}),
-        ("angular_muown, kappa = 1", "angular_muown", {"decay_degree": 0.0}),
+        (paper.KAPPA_1, "angular_muown", {"decay_degree": 0.0}),
     )
     lines = tuple(
         Line(label, trained_by(spec, name, **changes), grid or (held(scale, name),))
@@ -85,9 +85,7 @@ def qwen2(scale: str) -> Experiment:
     rates = RATES[scale]["angular_muown"] if small else tuple(paper.QWEN2[0].losses)
     lines = (
         Line("angular_muown", trained_by(spec, "angular_muown"), rates),
-        Line(
-            "angular_muown, kappa = 1", trained_by(spec, "angular_muown", decay_degree=0.0), rates
-        ),
+        Line(paper.KAPPA_1, trained_by(spec, "angular_muown", decay_degree=0.0), rates),
         Line("normuon", trained_by(spec, "normuon"), RATES[scale]["normuon"] if small else rates),
     )
     horizon = HORIZONS[scale][:1]
@@ -108,8 +106,8 @@ def moe(scale: str) -> Experiment:
         spec = replace(spec, model=model)
     rms, fan = (trained_by(spec, "angular_muown", scale=name) for name in ("rms", "fan_ratio"))
     lines = (
-        Line("angular_muown, RMS scale", rms, (3e-4, 6e-4, 1e-3, 2e-3)),
-        Line("angular_muown, spectral scale", fan, (1e-3, 2e-3, 4e-3, 8e-3)),
+        Line(paper.RMS_SCALE, rms, (3e-4, 6e-4, 1e-3, 2e-3)),
+        Line(paper.SPECTRAL_SCALE, fan, (1e-3, 2e-3, 4e-3, 8e-3)),
         Line("muon", trained_by(spec, "muon", scale="rms"), (3e-4, 6e-4, 1e-3, 2e-3)),
     )
     horizon = (spec.steps,) if scale == "paper" else HORIZONS[scale][:1]

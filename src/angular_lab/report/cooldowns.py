@@ -4,11 +4,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from angular_lab.experiments.statistics import best_rate, paired_differences
-from angular_lab.report.claims import pair_table
 from angular_lab.report.results import judges_note, key_of, mean_cells
 from angular_lab.report.runs import Run
 from angular_lab.report.sweeps import SweepData
 from angular_lab.report.tables import Mark, Row, Table, seeds_form, tokens_form
+from angular_lab.report.verdicts import pair_table
 
 
 def share_form(runs: Iterable[Run]) -> str:

@@ -29,8 +29,6 @@ class Run:
     made_in: str  # the run of another sweep that it was taken over from; "": made here
     metrics: Lines
     speeds: tuple[float, ...]  # tokens per second, as logged
-    alone: tuple[float, ...]  # those of them with no other run on the device
-    at_once: frozenset[int]  # how many runs were on it; nothing where the log does not say
     done: bool
     diverged: bool
 
@@ -67,13 +65,6 @@ class Run:
             return None
         return last
 
-    @property
-    def full_rate_until(self) -> int:
-        """The step after which the rate falls; 0 where it falls all the time."""
-        spec = self.spec
-        before = {"constant": spec.steps, "wsd": spec.steps - spec.decay_steps}
-        return before.get(spec.schedule.kind, 0)
-
     def read_from(self, window: float) -> "Run":
         """As if the loss of this average were that of the weights."""
         name = self.spec.averages.get(window, "")
@@ -108,8 +99,6 @@ def read_run(folder: Path, warnings: list[str]) -> Run | None:
         made_in=str(content.get("made_in", "")),
         metrics=metrics,
         speeds=tuple(line["tokens_per_second"] for line in known),
-        alone=tuple(x["tokens_per_second"] for x in known if x.get("runs_at_once") == 1),
-        at_once=frozenset(line["runs_at_once"] for line in known if "runs_at_once" in line),
         done=run.done,
         diverged=(folder / DIVERGED).exists(),
     )
