@@ -18,6 +18,7 @@ from typing import Any
 from angular_lab.config.spec import Spec
 from angular_lab.errors import UserError
 from angular_lab.experiments.comparison import EXPERIMENTS
+from angular_lab.experiments.definition import Experiment
 from angular_lab.run_folder import RUNS, SPEC, RunInfo
 from angular_lab.sweeps.sweep_file import (
     OLD_FILE,
@@ -195,9 +196,18 @@ def _sweep(path: Path, names: dict[Path, str], runs: dict[Path, OldRun]) -> Swee
         trials=tuple(trials),
         chosen={_label(label): best["value"] for label, best in old["chosen"].items()},
         ours=plan.ours if plan and plan.ours in labels else None,
-        pairs=tuple(p for p in plan.pairs if {*p} <= labels) if plan else (),
+        pairs=_pairs(plan, order) if plan else (),
         tuning_seed=old.get("settled_by"),
     )
+
+
+def _pairs(plan: Experiment, labels: list[str]) -> tuple[tuple[str, str], ...]:
+    """Return the pairs that the plan compares, with those of arms that it no longer has."""
+    references = {b for _, b in plan.pairs}
+    if plan.ours is None and len(references) == 1:
+        (reference,) = references
+        return tuple((label, reference) for label in labels if label != reference)
+    return tuple(pair for pair in plan.pairs if {*pair} <= {*labels})
 
 
 def _arms_of(

@@ -276,6 +276,10 @@ class Run:
         points = [(m.tokens, x) for m in self.metrics if (x := m.get(key)) is not None]
         return [float(tokens) for tokens, _ in points], [value for _, value in points]
 
+    def values(self, key: str) -> dict[int, float]:
+        """Return the logged values by step."""
+        return {m.step: x for m in self.metrics if (x := m.get(key)) is not None}
+
     @cached_property
     def evaluations(self) -> list[Metrics]:
         return [line for line in self.metrics if line.get("val_loss") is not None]

@@ -4,9 +4,8 @@ from math import exp, log, log2
 from pathlib import Path
 
 from angular_lab.experiments.definition import SETTLED as BEST
-from angular_lab.experiments.intervals import student_interval
-from angular_lab.experiments.statistics import tokens_to_reach, verdict
-from angular_lab.run_folder import RunFolder
+from angular_lab.experiments.statistics import student_interval, tokens_to_reach, verdict
+from angular_lab.run_folder import RunDir
 from tests.evidence.kept import OURS, ROOT, Losses, cells, mean, readme, trained, words
 from tests.evidence.test_beyond import throughput
 from tests.evidence.test_step_times import RIVALS, by_optimizer
@@ -76,7 +75,7 @@ def test_angles_of_rivals(report: Path) -> None:
         """On seed 0, between these millions of tokens."""
         name = line.replace(", ", "--").replace("_", "-").replace(" ", "-")
         (folder,) = (report / "runs" / "rivals-s").glob(f"{name}-lr{CHOSEN[line]}-seed0-*")
-        log = RunFolder(folder).read_metrics()
+        log = RunDir(folder).read_metrics()
         return [
             x["angle_mean"] for x in log if begin <= x["tokens"] / 1e6 <= end and "angle_mean" in x
         ]
@@ -204,7 +203,7 @@ def test_rows_of_the_readmes_table(report: Path, losses: Losses) -> None:
         logs = [log(ratio) for ratio in faster(losses, at)]
         times = "below 1"  # never reached
         if logs:
-            ends = student_interval(logs, 0.95)
+            ends = student_interval(logs)
             assert ends
             times = f"{exp(mean(logs)):.2f} ({exp(ends[0]):.2f} to {exp(ends[1]):.2f})"
         assert f"\n| {title} | {at['1']:.4f} | {at['2']:.4f} | {above} | {times} |" in readme()

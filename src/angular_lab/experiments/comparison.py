@@ -12,7 +12,6 @@ from angular_lab.errors import UserError
 from angular_lab.experiments import ablations, extensions, one_pass, published
 from angular_lab.experiments.definition import (
     HORIZONS,
-    KAPPA_1,
     OURS,
     RATES,
     SCALES,
@@ -46,11 +45,11 @@ def angles(scale: str) -> Experiment:
     variants: tuple[tuple[str, str, dict[str, Any]], ...] = (
         ("adamw", "adamw", {}),
         ("muon, no decay", "muon", {"weight_decay": 0.0}),
-        ("muon, decay 0.1", "muon", {"weight_decay": 0.1}),
+        (published.MUON_DECAY, "muon", {"weight_decay": 0.1}),
         ("normuon", "normuon", {}),
         ("muown", "muown", {}),
         ("angular_muown", "angular_muown", {}),
-        (KAPPA_1, OURS, {"decay_degree": 0.0}),
+        (published.KAPPA_1, OURS, {"decay_degree": 0.0}),
     )
     arms = tuple(
         Arm(label, trained_by(spec, name, **changes), grid or (tuned_rate(scale, name),))
@@ -90,7 +89,7 @@ def qwen2(scale: str) -> Experiment:
     rates = RATES[scale]["angular_muown"] if small else tuple(published.QWEN2[0].losses)
     arms = (
         Arm("angular_muown", trained_by(spec, "angular_muown"), rates),
-        Arm(KAPPA_1, trained_by(spec, OURS, decay_degree=0.0), rates),
+        Arm(published.KAPPA_1, trained_by(spec, OURS, decay_degree=0.0), rates),
         Arm("normuon", trained_by(spec, "normuon"), RATES[scale]["normuon"] if small else rates),
     )
     horizon = HORIZONS[scale][:1]
@@ -112,8 +111,8 @@ def moe(scale: str) -> Experiment:
         spec = replace(spec, model=model)
     rms, fan = (trained_by(spec, "angular_muown", scale=name) for name in ("rms", "fan_ratio"))
     arms = (
-        Arm("angular_muown, RMS scale", rms, (3e-4, 6e-4, 1e-3, 2e-3)),
-        Arm("angular_muown, spectral scale", fan, (1e-3, 2e-3, 4e-3, 8e-3)),
+        Arm(published.RMS_SCALE, rms, (3e-4, 6e-4, 1e-3, 2e-3)),
+        Arm(published.SPECTRAL_SCALE, fan, (1e-3, 2e-3, 4e-3, 8e-3)),
         Arm("muon", trained_by(spec, "muon", scale="rms"), (3e-4, 6e-4, 1e-3, 2e-3)),
     )
     horizon = (spec.steps,) if scale == "paper" else HORIZONS[scale][:1]

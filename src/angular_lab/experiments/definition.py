@@ -14,7 +14,6 @@ from angular_lab.experiments import published
 SCALES = ("paper", "s", "nano")
 LEARNING_RATE = "optim.lr"
 OURS = "angular_muown"
-KAPPA_1 = "angular_muown, kappa = 1"
 WEIGHT_DECAY = {"adamw": 0.1, "muon": 0.1}  # all others 0, as in the paper
 FAMILY = ("adamw", "muon", "normuon", "muown", "angular_muown")
 TEASER = ("angular_muown", "muown", "normuon", "adamw")

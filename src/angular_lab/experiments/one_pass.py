@@ -10,7 +10,6 @@ from typing import Any
 from angular_lab.config.spec import Spec
 from angular_lab.experiments.definition import (
     HORIZONS,
-    KAPPA_1,
     OURS,
     SEEDS,
     Arm,
@@ -19,6 +18,7 @@ from angular_lab.experiments.definition import (
     trained_by,
 )
 from angular_lab.experiments.extensions import DECOUPLED, FALLING, GAINS_RATE
+from angular_lab.experiments.published import KAPPA_1
 
 Grids = tuple[tuple[str, str, tuple[float, ...]], ...]  # method, schedule, rates
 

@@ -1,6 +1,6 @@
-"""What the paper reports, as data, for reports that put our numbers next to its own.
+"""The paper's numbers, for reports that put ours next to them.
 
-Every entry says where it comes from:
+Every entry names its source:
 
     P  the text, tables and appendix of the paper
     K  the published training code and configuration of Muown
@@ -8,7 +8,7 @@ Every entry says where it comes from:
     S  the rules of the modded-nanogpt speedrun, optimization track
 
 Losses are validation losses in nats. One seed each, without error bars. Optimizers have the names
-that `OptimSpec.name` has, so that a run finds its row.
+of `OptimSpec.name`, and arms the labels of our experiments, so that a run finds its row.
 """
 
 from dataclasses import dataclass
@@ -17,13 +17,19 @@ from typing import Literal
 Source = Literal["P", "K", "F", "S"]
 Curve = tuple[tuple[float, float], ...]  # (tokens, cooled-down loss), by tokens
 
+# Labels of arms that the experiments and the checks of the paper's claims share.
+KAPPA_1 = "angular_muown, kappa = 1"
+MUON_DECAY = "muon, decay 0.1"
+RMS_SCALE = "angular_muown, RMS scale"
+SPECTRAL_SCALE = "angular_muown, spectral scale"
+
 BILLION = 1e9
 SMALL_RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
 
 
 @dataclass(frozen=True)
 class TeaserRow:
-    """An optimizer in the teaser figure: one trunk, four cool-down branches, 124M parameters."""
+    """An optimizer in the teaser figure: one trunk, four cooldown branches, 124M parameters."""
 
     optimizer: str
     rates: tuple[float, ...]  # P: the grid in the text and in the appendix' table
@@ -37,20 +43,10 @@ class TeaserRow:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A column of a table: the loss at every rate that was tried."""
+    """A column of a table: the loss at every learning rate that was tried."""
 
-    optimizer: str
-    variant: str  # what tells it from the same optimizer's other sweep; "": there is no other
+    label: str
     losses: dict[float, float]  # by learning rate
-    source: Source = "P"
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A statement that a repetition can confirm or not."""
-
-    experiment: str
-    text: str
     source: Source = "P"
 
 
@@ -69,34 +65,34 @@ TEASER: dict[str, TeaserRow] = {
     )
 }
 
-# P, the text below the teaser: "approximately". `statistics.speed_up` of the figure's numbers gives
+# P, below the teaser: "approximately". `statistics.speed_up` of the figure's numbers gives
 # 2.15, 1.86 and 1.62.
 CLAIMED_SPEED_UPS: dict[str, float] = {"adamw": 2.0, "normuon": 1.5, "muown": 1.5}
 
-# P, the table of Qwen2-0.5B. "kappa 1/t" is best at the grid's edge: its optimum may lie above.
+# P, the table of Qwen2-0.5B. kappa 1/t is best at the grid's edge: its optimum may lie above.
 QWEN2: tuple[Sweep, ...] = (
     Sweep(
-        "angular_muown", "kappa 1/t",
+        "angular_muown",
         {4e-3: 2.862, 6e-3: 2.792, 8e-3: 2.749, 1e-2: 2.721, 2e-2: 2.662, 4e-2: 2.648},
     ),
     Sweep(
-        "angular_muown", "kappa 1",
+        KAPPA_1,
         {4e-3: 2.700, 6e-3: 2.694, 8e-3: 2.698, 1e-2: 2.708, 2e-2: 2.767, 4e-2: 2.873},
     ),
     Sweep(
-        "normuon", "",
+        "normuon",
         {4e-3: 2.713, 6e-3: 2.701, 8e-3: 2.695, 1e-2: 2.692, 2e-2: 2.718, 4e-2: 2.749},
     ),
 )  # fmt: skip
 
 # P, the table of the 1.1B-A370M mixture. Both scales are best at the grid's edge, and P says so.
 MOE: tuple[Sweep, ...] = (
-    Sweep("angular_muown", "rms scale", {3e-4: 2.6124, 6e-4: 2.5278, 1e-3: 2.4887, 2e-3: 2.4807}),
+    Sweep(RMS_SCALE, {3e-4: 2.6124, 6e-4: 2.5278, 1e-3: 2.4887, 2e-3: 2.4807}),
     Sweep(
-        "angular_muown", "spectral scale",
+        SPECTRAL_SCALE,
         {1e-3: 2.6952, 2e-3: 2.5901, 4e-3: 2.5198, 8e-3: 2.4914},
     ),
-    Sweep("muon", "", {3e-4: 2.5297, 6e-4: 2.5255, 1e-3: 2.5263, 2e-3: 2.5353}),
+    Sweep("muon", {3e-4: 2.5297, 6e-4: 2.5255, 1e-3: 2.5263, 2e-3: 2.5353}),
 )  # fmt: skip
 
 ANGLE_RATES = (1e-3, 2e-3, 4e-3, 6e-3, 8e-3, 1e-2)  # P: loss curves and angles at 2.5B tokens
@@ -106,20 +102,3 @@ WIDTH_RATES = tuple(2.0**-power for power in range(8, 2, -1))  # P: 2^-8 .. 2^-3
 SPEEDRUN_TARGET = 3.28  # S: the validation loss to reach
 SPEEDRUN_MARGIN = 0.004  # S: (target - mean) * sqrt(runs) must be at least this
 SPEEDRUN_STEPS = 3075  # S: the entry of AngularMuown's preliminary version
-
-CLAIMS: tuple[Claim, ...] = (
-    Claim("teaser", "AngularMuown has the lowest loss at every horizon"),
-    Claim("teaser", "AngularMuown reaches AdamW's loss with about half the tokens"),
-    Claim("teaser", "AngularMuown reaches NorMuon's loss with about two thirds of the tokens"),
-    Claim("teaser", "AngularMuown reaches Muown's loss with about two thirds of the tokens"),
-    Claim("angles", "With kappa 1 the mean angle per step stays flat"),
-    Claim("angles", "Muon with weight decay keeps a plateau of the angle"),
-    Claim("angles", "Muown and AngularMuown with kappa 1/t anneal the angle towards zero"),
-    Claim("angles", "AngularMuown with kappa 1/t has the lowest loss of all"),
-    Claim("width transfer", "The best learning rate is the same at widths 512, 768 and 1280"),
-    Claim("qwen2", "AngularMuown with kappa 1/t has the lowest loss over all rates"),
-    Claim("qwen2", "AngularMuown with kappa 1/t is below NorMuon at every rate from 2e-2 on"),
-    Claim("qwen2", "With kappa 1 the loss rises sharply with the rate"),
-    Claim("moe", "AngularMuown is below Muon, each at its best rate"),
-    Claim("speedrun", "The preliminary version reaches 3.28 in 3,075 steps", "S"),
-)

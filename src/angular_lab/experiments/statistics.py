@@ -1,32 +1,39 @@
-"""From losses to statements: speed-ups, paired verdicts, intervals, the speedrun's rule.
+"""Statistics of losses: speed-ups, paired verdicts, intervals, the speedrun's rule.
 
-Only cooled-down losses are compared, and seeds in pairs, because the seed moves both sides alike.
-What cannot be said is returned as such (None, "inconclusive", a list of missing seeds), so that
-a report shows it. Plain Python: nothing here needs torch.
+Only losses after the cooldown are compared, and in pairs of the same seed, because a seed moves
+both sides alike. What cannot be computed is returned as such (None, "inconclusive", the missing
+seeds), so that a report can show it. No torch here.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, exp, isfinite, log, sqrt
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Literal
 
-from angular_lab.experiments.intervals import student_interval
 from angular_lab.experiments.published import SPEEDRUN_MARGIN, SPEEDRUN_TARGET
 
 Curve = Sequence[tuple[float, float]]  # (tokens, cooled-down loss), by tokens
-# missed: of a size that is claimed, when every seed has some of it, and too little
+# missed: an effect of a claimed size that every seed shows, but too small
 Outcome = Literal["holds", "reversed", "inconclusive", "missed"]
 Side = Literal["below", "above"]
 
 # Losses with three digits that are 0.005 apart differ by 0.00499999999999989 in binary.
 ROUNDING = 1e-9
 
+# t with P(|T| <= t) = 0.95, by degrees of freedom from 1 on.
+STUDENT_95 = (
+    12.706205, 4.302653, 3.182446, 2.776445, 2.570582, 2.446912, 2.364624, 2.306004, 2.262157,
+    2.228139, 2.200985, 2.178813, 2.160369, 2.144787, 2.131450, 2.119905, 2.109816, 2.100922,
+    2.093024, 2.085963, 2.079614, 2.073873, 2.068658, 2.063899, 2.059539, 2.055529, 2.051831,
+    2.048407, 2.045230, 2.042272,
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class PairedDifferences:
-    """a - b, seed by seed: negative where a is better."""
+    """The differences a - b by seed: negative where a is better."""
 
     seeds: tuple[int, ...]
     differences: tuple[float, ...]
@@ -46,15 +53,15 @@ class Verdict:
 class SpeedUps:
     by_seed: dict[int, float]
     mean: float | None  # None without a seed
-    interval: tuple[float, float] | None  # None with less than two seeds
-    missing: dict[int, str]  # why a seed has none
+    interval: tuple[float, float] | None  # None with fewer than two seeds
+    missing: dict[int, str]  # the reason, by seed
 
 
 @dataclass(frozen=True)
 class SpeedrunResult:
     statistic: float  # (target - mean) * sqrt(runs)
     passes: bool
-    further_runs: int | None  # at the same mean, until it passes; None: no number is enough
+    further_runs: int | None  # needed at the same mean; None: no number is enough
 
 
 @dataclass(frozen=True)
@@ -62,13 +69,13 @@ class BestRate:
     lr: float
     loss: float
     at_edge: bool
-    extend: tuple[Side, ...]  # where the grid ends at the best rate; both sides for one rate
+    extend: tuple[Side, ...]  # sides on which the grid ends at the best; both for a single value
 
 
 def tokens_to_reach(curve: Curve, loss: float) -> float | None:
-    """Tokens at which the curve first comes down to `loss`, linear in log(tokens) between points.
+    """Return the tokens at which the curve first falls to `loss`, linear in log(tokens).
 
-    None where that would be a guess: the curve never gets there, or it starts below.
+    None where that would be extrapolation: the curve never reaches it, or starts below it.
     """
     _check_curve(curve)
     _check_finite("the loss to reach", loss)
@@ -85,25 +92,15 @@ def tokens_to_reach(curve: Curve, loss: float) -> float | None:
 
 
 def speed_up(ours: Curve, reference: Curve) -> float | None:
-    """The reference's tokens over those that our curve needs for the reference's final loss."""
+    """Return the reference's tokens over those our curve needs for the reference's final loss."""
     _check_curve(reference)
     final_tokens, final_loss = reference[-1]
     needed = tokens_to_reach(ours, final_loss)
     return None if needed is None else final_tokens / needed
 
 
-def wall_clock_speed_up(
-    token_speed_up: float, our_tokens_per_second: float, reference_tokens_per_second: float
-) -> float:
-    """Fewer tokens are worth less when each takes longer."""
-    _check_positive("token_speed_up", token_speed_up)
-    _check_positive("our_tokens_per_second", our_tokens_per_second)
-    _check_positive("reference_tokens_per_second", reference_tokens_per_second)
-    return token_speed_up * our_tokens_per_second / reference_tokens_per_second
-
-
 def paired_differences(a: Mapping[int, float], b: Mapping[int, float]) -> PairedDifferences:
-    """Over the seeds that both have; the others are listed as missing."""
+    """Compare the seeds that both have; list the others as missing."""
     for name, losses in (("a", a), ("b", b)):
         for seed, loss in losses.items():
             _check_finite(f"{name}'s loss of seed {seed}", loss)
@@ -119,7 +116,7 @@ def paired_differences(a: Mapping[int, float], b: Mapping[int, float]) -> Paired
 
 
 def verdict(a: Mapping[int, float], b: Mapping[int, float], threshold: float = 0.005) -> Verdict:
-    """Whether "a is below b" holds: by `threshold` on average, and with one sign on all seeds."""
+    """Judge "a is below b": by `threshold` on average, with the same sign on all seeds."""
     _check_positive("threshold", threshold)
     paired = paired_differences(a, b)
     outcome, reason = _judge(paired, threshold)
@@ -128,15 +125,30 @@ def verdict(a: Mapping[int, float], b: Mapping[int, float], threshold: float = 0
     return Verdict(outcome, reason, paired)
 
 
-def speed_up_interval(
-    ours_by_seed: Mapping[int, Curve],
-    reference_by_seed: Mapping[int, Curve],
-    confidence: float = 0.95,
-) -> SpeedUps:
-    """The speed-up of every seed, their geometric mean, and Student's interval of it: of their
-    logarithms, because speed-ups multiply and none is below zero.
+def student_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """Return Student's 95% interval of the mean, or None for one value.
 
-    Without the seeds that never reach the reference, the mean is too high: show `missing` with it.
+    It assumes that seeds are normally distributed. For two values it is wide, 12.7 standard errors
+    to each side; for more than 31 it is up to 4% too wide, because the table ends there.
+    """
+    if not values:
+        raise ValueError("no values: give at least one")
+    for value in values:
+        _check_finite("a value", value)
+    if len(values) < 2:
+        return None
+    quantile = STUDENT_95[min(len(values) - 1, len(STUDENT_95)) - 1]
+    half = quantile * stdev(values) / sqrt(len(values))
+    return fmean(values) - half, fmean(values) + half
+
+
+def speed_up_interval(
+    ours_by_seed: Mapping[int, Curve], reference_by_seed: Mapping[int, Curve]
+) -> SpeedUps:
+    """Return each seed's speed-up, their geometric mean and its 95% interval.
+
+    The interval is Student's, of the logarithms: speed-ups multiply, and none is below zero.
+    Without the seeds that never reach the reference the mean is too high: show `missing` with it.
     """
     by_seed: dict[int, float] = {}
     missing: dict[int, str] = {}
@@ -147,7 +159,7 @@ def speed_up_interval(
             continue
         try:
             ratio = speed_up(ours, reference)
-        except ValueError as error:  # a seed that diverged must not cost the report of the others
+        except ValueError as error:  # the other seeds are still worth reporting
             missing[seed] = str(error)
             continue
         if ratio is None:
@@ -158,13 +170,13 @@ def speed_up_interval(
     if not by_seed:
         return SpeedUps(by_seed, None, None, missing)
     logs = [log(ratio) for ratio in by_seed.values()]
-    ends = student_interval(logs, confidence)
+    ends = student_interval(logs)
     interval = None if ends is None else (exp(ends[0]), exp(ends[1]))
     return SpeedUps(by_seed, exp(fmean(logs)), interval, missing)
 
 
 def speedrun_passes(losses: Sequence[float], target: float = SPEEDRUN_TARGET) -> SpeedrunResult:
-    """The speedrun's rule: (target - mean) * sqrt(runs) of at least 0.004."""
+    """Apply the speedrun's rule: (target - mean) * sqrt(runs) of at least 0.004."""
     if not losses:
         raise ValueError("no losses to judge: give one per run")
     for loss in losses:
@@ -176,19 +188,22 @@ def speedrun_passes(losses: Sequence[float], target: float = SPEEDRUN_TARGET) ->
         return SpeedrunResult(statistic, True, 0)
     if gap <= 0:
         return SpeedrunResult(statistic, False, None)
-    # One more even where rounding says none: it has not passed.
+    # At least one: it has not passed, even where rounding gives none.
     return SpeedrunResult(statistic, False, max(1, ceil((needed / gap) ** 2) - runs))
 
 
 def best_rate(by_rate: Mapping[float, float]) -> BestRate:
-    """The rate with the lowest loss, the smaller of two alike. A run that diverged is the worst."""
+    """Return the value with the lowest loss, the smaller of two equal ones.
+
+    A loss that is not finite belongs to a run that diverged: it is never the best.
+    """
     for rate in by_rate:
         _check_positive("a learning rate", rate)
     finite = {rate: loss for rate, loss in sorted(by_rate.items()) if isfinite(loss)}
     if not finite:
         raise ValueError(f"no finite loss in {dict(by_rate)}: try smaller learning rates")
     lr = min(finite, key=finite.__getitem__)
-    # All rates, not only the finite: one that diverged bounds the grid as well as a bad one.
+    # All values, not only the finite ones: one that diverged bounds the grid as a bad one does.
     ends: tuple[tuple[Side, float], ...] = (("below", min(by_rate)), ("above", max(by_rate)))
     extend = tuple(side for side, end in ends if lr == end)
     return BestRate(lr, finite[lr], bool(extend), extend)
@@ -219,7 +234,7 @@ def _check_curve(curve: Curve) -> None:
 
 def _check_finite(name: str, value: float) -> None:
     if not isfinite(value):
-        raise ValueError(f"{name} is {value}: leave out what diverged, and report it")
+        raise ValueError(f"{name} is {value}: leave out runs that diverged, and report them")
 
 
 def _check_positive(name: str, value: float) -> None:

@@ -1,29 +1,26 @@
-"""A sweep's curves as figures, each with a caption that says what is seen and from which runs."""
+"""A sweep's figures, and the angle per step that the theory predicts (docs/theory.md)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import log
-from statistics import fmean
+from math import log, sqrt
+from statistics import fmean, median
 
-from angular_lab.report.plots import Panel, Trace
-from angular_lab.report.regimes import prediction
+from angular_lab.report.plots import Figure, Panel, Trace
+from angular_lab.report.read import SweepResults, TrialResult, short
 from angular_lab.report.results import key_of
-from angular_lab.report.runs import Run
-from angular_lab.report.sweeps import Member, SweepData, short
 from angular_lab.report.tables import seeds_form, tokens_form
+from angular_lab.run_folder import Run
 
-FAMILY = ("adamw", "angular_muown", "muown", "normuon", "muon")  # a colour each, on every figure
-
-
-@dataclass(frozen=True)
-class Figure:
-    key: str  # its file name and id
-    panel: Panel
-    caption: str
+FAMILY = ("adamw", "angular_muown", "muown", "normuon", "muon")  # each has its colour everywhere
+# Weight decay holds the angle only where it shortens the vector that the step is added to. In the
+# other optimizers it acts on a length that has no part in the direction.
+DECAYING = ("adamw", "muon", "normuon")
+GROWING = ("muon", "normuon", "muown", "normuown")  # rows grow without weight decay
+UNIT_STEP = (None, "fan_ratio")  # scales at which a row's step has length lr
 
 
 def colors(names: Sequence[tuple[str, str]]) -> dict[str, int]:
-    """A colour by label, from (label, optimizer): an optimizer's own where it is free."""
+    """Return a colour by label, from (label, optimizer): the optimizer's own if it is free."""
     taken: dict[str, int] = {}
     for label, optimizer in names:
         if optimizer in FAMILY and FAMILY.index(optimizer) not in taken.values():
@@ -33,14 +30,14 @@ def colors(names: Sequence[tuple[str, str]]) -> dict[str, int]:
     return taken | rest
 
 
-def sweep_figures(sweep: SweepData) -> list[Figure]:
-    paint = colors([(label, sweep.optimizer(label)) for label in sweep.lines])
+def sweep_figures(sweep: SweepResults) -> list[Figure]:
+    paint = colors([(label, sweep.optimizer(label)) for label in sweep.arms])
     first = {
-        label: found[sweep.seeds[0]]
-        for label in sweep.lines
-        if sweep.seeds[0] in (found := sweep.at_best(label))
+        label: trials[sweep.seeds[0]]
+        for label in sweep.arms
+        if sweep.seeds[0] in (trials := sweep.at_best(label))
     }
-    made = [
+    figures = [
         loss_curves(sweep, first, paint),
         horizon_figure(sweep, paint),
         horizon_figure(sweep, paint, sweep.ours) if sweep.ours else None,
@@ -48,31 +45,31 @@ def sweep_figures(sweep: SweepData) -> list[Figure]:
         angle_figure(sweep, first, paint),
         norm_figure(sweep, first, paint),
     ]
-    return [figure for figure in made if figure is not None]
+    return [figure for figure in figures if figure is not None]
 
 
-def _chosen(sweep: SweepData, members: dict[str, Member]) -> str:
-    """For captions: which runs."""
-    axes = {short(m.axis) for m in members.values()}
+def _chosen(sweep: SweepResults, trials: dict[str, TrialResult]) -> str:
+    """Return which runs a figure shows, for its caption."""
+    axes = {short(m.axis) for m in trials.values()}
     shared = len(axes) == 1
     values = ", ".join(
         f"{label} {m.value:g}" if shared else f"{label}, {short(m.axis)} {m.value:g}"
-        for label, m in members.items()
+        for label, m in trials.items()
     )
     what = axes.pop() if shared else "value"
-    return f"Each line at its best {what} ({values}), one seed ({sweep.seeds[0]})."
+    return f"Each method at its best {what} ({values}), one seed ({sweep.seeds[0]})."
 
 
-def path(member: Member) -> list[Run]:
-    """The runs that lead to the longest horizon: the trunk and its last cool-down."""
-    last = [member.ends[max(member.ends)]] if member.ends else []
-    return [*([member.trunk] if member.trunk else []), *last]
+def path(trial: TrialResult) -> list[Run]:
+    """Return the runs that lead to the last horizon: the trunk and its last cooldown."""
+    last = [trial.ends[max(trial.ends)]] if trial.ends else []
+    return [*([trial.trunk] if trial.trunk else []), *last]
 
 
-def joined(member: Member, key: str) -> tuple[list[float], list[float]]:
-    """A series along the path; where runs overlap, the later run counts."""
+def joined(trial: TrialResult, key: str) -> tuple[list[float], list[float]]:
+    """Return a series along the path; where runs overlap, the later run counts."""
     points: dict[float, float] = {}
-    for run in path(member):
+    for run in path(trial):
         start = run.spec.parent_step * run.spec.tokens_per_step
         points = {x: y for x, y in points.items() if x <= start or not run.spec.parent_step}
         points |= dict(zip(*run.series(key), strict=True))
@@ -80,7 +77,7 @@ def joined(member: Member, key: str) -> tuple[list[float], list[float]]:
 
 
 def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float | None:
-    """Between the neighbours; the last value beyond the end; None before the beginning."""
+    """Interpolate linearly; return the last value after the end and None before the start."""
     before = [i for i, at in enumerate(xs) if at <= x]
     if not before:
         return None
@@ -91,7 +88,7 @@ def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float | N
 
 
 def _branch(trunk: Run, run: Run, key: str) -> tuple[list[float], list[float]]:
-    """A cool-down, from where it leaves the trunk."""
+    """Return the series of a cooldown from where it leaves the trunk."""
     xs, ys = run.series(key)
     start = float(run.spec.parent_step * run.spec.tokens_per_step)
     level = interpolate(*trunk.series(key), start)
@@ -99,55 +96,57 @@ def _branch(trunk: Run, run: Run, key: str) -> tuple[list[float], list[float]]:
 
 
 def loss_curves(
-    sweep: SweepData, members: dict[str, Member], paint: dict[str, int]
+    sweep: SweepResults, trials: dict[str, TrialResult], paint: dict[str, int]
 ) -> Figure | None:
     traces: list[Trace] = []
-    runs = [member.trunk or run for member in members.values() for run in member.ends.values()]
-    # Short runs are evaluated once, at the end: a point is no curve.
+    runs = [trial.trunk or run for trial in trials.values() for run in trial.ends.values()]
+    # Short runs are evaluated once, at the end: a single point is not a curve.
     evaluated = any(len(run.series("val_loss")[0]) > 1 for run in runs)
     key, what = ("val_loss", "Validation") if evaluated else ("loss", "Training")
-    for label, member in members.items():
-        for run in [member.trunk] if member.trunk else member.ends.values():
+    for label, trial in trials.items():
+        for run in [trial.trunk] if trial.trunk else trial.ends.values():
             traces.append(Trace(*run.series(key), paint[label], label))
-        if member.trunk:
-            for run in member.ends.values():
-                points = _branch(member.trunk, run, key)
+        if trial.trunk:
+            for run in trial.ends.values():
+                points = _branch(trial.trunk, run, key)
                 traces.append(Trace(*points, paint[label], kind="branch"))
     if not any(trace.xs for trace in traces):
         return None
     panel = Panel(traces, "tokens", f"{what.lower()} loss", y_top=loss_top(traces))
     how = "over training"
-    if any(member.trunk for member in members.values()):
-        how = "of the trunks at a constant rate, and of the cool-downs that leave them"
-    caption = f"{what} loss {how}. {_chosen(sweep, members)}"
+    if any(trial.trunk for trial in trials.values()):
+        how = "of the trunks at a constant learning rate, and of the cooldowns that leave them"
+    caption = f"{what} loss {how}. {_chosen(sweep, trials)}"
     return Figure(key_of(sweep, "loss-curves"), panel, caption)
 
 
 def loss_top(traces: Sequence[Trace]) -> float | None:
-    """Losses of the first tenth are cut off: they would squeeze what is to be compared."""
+    """Return where to cut off the losses of the first tenth, which would squeeze the others."""
     end = max((x for trace in traces for x in trace.xs), default=0.0)
     late = [y for t in traces for x, y in zip(t.xs, t.ys, strict=True) if x >= 0.1 * end]
     low = min((y for trace in traces for y in trace.ys), default=0.0)
     return max(late) + 0.05 * (max(late) - low) if late and max(late) > low else None
 
 
-def horizon_figure(sweep: SweepData, paint: dict[str, int], ours: str = "") -> Figure | None:
-    """Losses, or how far they are above those of our line, seed by seed: lines that lie on each
-    other in the first figure part in the second."""
+def horizon_figure(sweep: SweepResults, paint: dict[str, int], ours: str = "") -> Figure | None:
+    """Draw final losses, or how far they are above those of our method, seed by seed.
+
+    Curves that overlap in the first figure are apart in the second.
+    """
     if len(sweep.horizons) < 2:
         return None
 
-    def shown(label: str, horizon: int) -> dict[int, float]:
+    def heights(label: str, horizon: int) -> dict[int, float]:
         losses = sweep.shown(label, horizon)
         level = sweep.shown(ours, horizon) if ours else dict.fromkeys(losses, 0.0)
         return {seed: losses[seed] - level[seed] for seed in losses if seed in level}
 
     traces: list[Trace] = []
     seeds: dict[str, str] = {}
-    for label in sweep.lines:
+    for label in sweep.arms:
         means: list[tuple[float, float]] = []
         for horizon in sweep.horizons:
-            tokens, losses = sweep.tokens(horizon), shown(label, horizon)
+            tokens, losses = sweep.tokens(horizon), heights(label, horizon)
             if tokens is not None and losses:
                 means.append((tokens, fmean(losses.values())))
                 points = [tokens] * len(losses), list(losses.values())
@@ -166,19 +165,19 @@ def horizon_figure(sweep: SweepData, paint: dict[str, int], ours: str = "") -> F
         next(iter(seeds.values())) if alike else "; ".join(f"{x}: {s}" for x, s in seeds.items())
     )
     losses = f"How far losses are above {ours}'s" if ours else "Loss"
-    caption = f"{losses} after the cool-down against the horizon: rings are runs, the line is their"
-    caption += f" mean. {listed[0].upper()}{listed[1:]}."
+    caption = f"{losses} after the cooldown against the horizon: rings are runs, the line is their "
+    caption += f"mean. {listed[0].upper()}{listed[1:]}."
     return Figure(key_of(sweep, "above-ours" if ours else "horizons"), panel, caption)
 
 
-def value_figure(sweep: SweepData, paint: dict[str, int]) -> Figure | None:
+def value_figure(sweep: SweepResults, paint: dict[str, int]) -> Figure | None:
     last, first = sweep.horizons[-1], sweep.seeds[0]
     traces: list[Trace] = []
-    lines = [label for label in sweep.lines if sweep.on_axis(label)]
-    for label in lines:
-        ours = sorted((m for m in sweep.of_line(label) if m.seed == first), key=lambda m: m.value)
-        ends = [(m.value, end[1]) for m in ours if (end := m.final(last)) is not None]
-        broken = [m.value for m in ours if m.diverged]
+    labels = [label for label in sweep.arms if sweep.on_axis(label)]
+    for label in labels:
+        grid = sorted((m for m in sweep.of_arm(label) if m.seed == first), key=lambda m: m.value)
+        ends = [(m.value, end[1]) for m in grid if (end := m.final(last)) is not None]
+        diverged = [m.value for m in grid if m.diverged]
         if ends:
             best = sweep.best.get(label)
             edge = " (edge)" if sweep.at_edge(label) else ""
@@ -186,61 +185,110 @@ def value_figure(sweep: SweepData, paint: dict[str, int]) -> Figure | None:
             traces.append(Trace(xs, ys, paint[label], f"{label}{edge}", "dots"))
             if best:
                 traces.append(Trace([best.lr], [best.loss], paint[label], kind="best"))
-        if broken:
-            traces.append(Trace(broken, [], paint[label], f"{label} diverged", "diverged"))
-    values = sorted({m.value for label in lines for m in sweep.of_line(label)})
-    if not sweep.chose or not traces:
+        if diverged:
+            traces.append(Trace(diverged, [], paint[label], f"{label} diverged", "diverged"))
+    values = sorted({m.value for label in labels for m in sweep.of_arm(label)})
+    if not sweep.has_choice or not traces:
         return None
     axis = sweep.axis
     ticks = thinned(values)
     panel = Panel(traces, f"{axis} (log)", "final loss", log_x=True, x_ticks=ticks)
     caption = (
         f"Final loss at {tokens_form(sweep.tokens(last))} tokens against {axis}, one seed ({first})"
-        "; a star marks the best of a line. Edge: it lies at the end of its grid, so the optimum "
+        "; a star marks each method's best. Edge: it lies at the end of its grid, so the optimum "
         "may lie outside."
     )
     return Figure(key_of(sweep, "loss-by-value"), panel, caption)
 
 
 def thinned(values: Sequence[float]) -> list[float]:
-    """Ticks at the values, as many as fit."""
-    kept: list[float] = []
+    """Return the values that have room for a tick."""
+    ticks: list[float] = []
     least = log(values[-1] / values[0]) / 8
     for value in values:
-        if not kept or log(value / kept[-1]) >= least:
-            kept.append(value)
-    return kept
+        if not ticks or log(value / ticks[-1]) >= least:
+            ticks.append(value)
+    return ticks
 
 
 def angle_figure(
-    sweep: SweepData, members: dict[str, Member], paint: dict[str, int]
+    sweep: SweepResults, trials: dict[str, TrialResult], paint: dict[str, int]
 ) -> Figure | None:
     traces: list[Trace] = []
-    said: dict[str, None] = {}
-    for label, member in members.items():
-        xs, ys = joined(member, "angle_mean")
+    laws: dict[str, None] = {}
+    for label, trial in trials.items():
+        xs, ys = joined(trial, "angle_mean")
         if any(y > 0 for y in ys):
             traces.append(Trace(xs, ys, paint[label], label))
-        for run in path(member):
+        for run in path(trial):
             expected = prediction(run)
             if expected is not None:
                 traces.append(Trace(expected.xs, expected.ys, paint[label], kind="prediction"))
-                said[expected.text] = None
+                laws[expected.text] = None
     if not traces:
         return None
     panel = Panel(traces, "tokens", "mean angle per step (rad)", log_y=True)
-    caption = f"Mean angle by which a step turns a row. {_chosen(sweep, members)}"
-    if said:
-        caption += f" Dashed, the theory: {'; '.join(said)}."
+    caption = f"Mean angle by which a step turns a row. {_chosen(sweep, trials)}"
+    if laws:
+        caption += f" Dashed, the theory: {'; '.join(laws)}."
     return Figure(key_of(sweep, "angles"), panel, caption)
 
 
 def norm_figure(
-    sweep: SweepData, members: dict[str, Member], paint: dict[str, int]
+    sweep: SweepResults, trials: dict[str, TrialResult], paint: dict[str, int]
 ) -> Figure | None:
-    found = {label: joined(member, "row_norm_mean") for label, member in members.items()}
-    traces = [Trace(*points, paint[label], label) for label, points in found.items() if points[0]]
+    norms = {label: joined(trial, "row_norm_mean") for label, trial in trials.items()}
+    traces = [Trace(*points, paint[label], label) for label, points in norms.items() if points[0]]
     if not traces:
         return None
-    caption = f"Mean length of the rows of the hidden matrices. {_chosen(sweep, members)}"
+    caption = f"Mean length of the rows of the hidden matrices. {_chosen(sweep, trials)}"
     return Figure(key_of(sweep, "row-norms"), Panel(traces, "tokens", "mean row norm"), caption)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    xs: list[float]
+    ys: list[float]
+    text: str
+
+
+def prediction(run: Run) -> Prediction | None:
+    """Return the predicted angles; None if none of the three regimes is this run's.
+
+    The plateau and the power law assume a constant learning rate: they cover the constant phase.
+    """
+    optim = run.spec.optim
+    measured = {step: angle for step, angle in run.values("angle_mean").items() if angle > 0}
+    if optim.name == "angular_muown":
+        return _explicit(run, [*measured]) if optim.scale in UNIT_STEP else None
+    angles = {step: x for step, x in measured.items() if step in run.spec.constant_phase}
+    if len(angles) < 2:
+        return None
+    tokens = [float(step * run.spec.tokens_per_step) for step in angles]
+    if optim.weight_decay > 0 and optim.name in DECAYING:
+        level = sqrt(2 * optim.lr * optim.weight_decay)
+        return Prediction(tokens, [level] * len(angles), "a plateau at √(2·lr·weight decay)")
+    if optim.name not in GROWING:
+        return None
+    # The exponent is predicted; the height is that of the measured angles.
+    height = median(angle * sqrt(step) for step, angle in angles.items())
+    text = "t^(-1/2) where rows grow (no decay), at the measured height"
+    return Prediction(tokens, [height / sqrt(step) for step in angles], text)
+
+
+def _explicit(run: Run, steps: Sequence[int]) -> Prediction | None:
+    """Return the schedule that was set, without a fit: it also covers warmup and cooldown."""
+    rates, kappas = run.values("lr"), run.values("kappa")
+    steps = [step for step in steps if rates.get(step)]
+    if len(steps) < 2:
+        return None
+    ys = [rates[step] * kappas.get(step, _kappa(run, step)) for step in steps]
+    xs = [float(step * run.spec.tokens_per_step) for step in steps]
+    return Prediction(xs, ys, "lr·κ_t for AngularMuown")
+
+
+def _kappa(run: Run, step: int) -> float:
+    """Return kappa as the optimizer computes it: its steps count from 0, the log's from 1."""
+    optim = run.spec.optim
+    past = max(step - 1 - run.spec.schedule.warmup, 0)
+    return (1.0 + optim.decay_scale * past) ** -optim.decay_degree

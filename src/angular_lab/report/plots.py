@@ -1,4 +1,4 @@
-"""Figures, as SVG text or PNG files. Never imports torch."""
+"""Figures, as SVG text or PNG files. No torch here."""
 
 import io
 import re
@@ -9,7 +9,9 @@ from math import ceil
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-# Okabe and Ito, 2008, without the yellow that white paper swallows. Black becomes the page's ink.
+from angular_lab.report.tables import short_number
+
+# Okabe and Ito, 2008, without the yellow, which is pale on white. Black becomes the text colour.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 Kind = Literal["line", "branch", "dots", "points", "prediction", "best", "diverged"]
 STYLES: dict[Kind, dict[str, Any]] = {
@@ -28,7 +30,7 @@ class Trace:
     """Points of one colour; without a label it is not in the legend."""
 
     xs: Sequence[float]
-    ys: Sequence[float]  # of no use to "diverged", which is drawn at the top
+    ys: Sequence[float]  # ignored for "diverged", which is drawn at the top
     color: int
     label: str = ""
     kind: Kind = "line"
@@ -41,8 +43,15 @@ class Panel(NamedTuple):
     log_x: bool = False
     log_y: bool = False
     x_ticks: Sequence[float] = ()  # () leaves them to matplotlib
-    y_top: float | None = None  # cuts off what would squeeze the rest
+    y_top: float | None = None  # cuts off values that would squeeze the rest
     y_bottom: float | None = None
+
+
+@dataclass(frozen=True)
+class Figure:
+    key: str  # its file name and id
+    panel: Panel
+    caption: str
 
 
 def draw(axes: Any, panel: Panel) -> None:
@@ -61,15 +70,17 @@ def draw(axes: Any, panel: Panel) -> None:
     axes.grid(alpha=0.25)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    if labels := [trace.label for trace in panel.traces if trace.label]:  # below: it hides nothing
+    if labels := [trace.label for trace in panel.traces if trace.label]:  # below, hiding nothing
         place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.17), "borderaxespad": 0}
         columns = _legend_columns(labels)
         axes.legend(frameon=False, fontsize=9.5, handlelength=1.6, ncols=columns, **place)
 
 
 def _legend_columns(labels: Sequence[str]) -> int:
-    """As many as fit beside each other; matplotlib fills them one after the other, the first ones
-    with one label more where they are not equal."""
+    """Return the number of columns that fit next to each other.
+
+    Matplotlib fills one after the other; where they are not equal, the first have one label more.
+    """
     for columns in range(min(4, len(labels)), 1, -1):
         short, longer = divmod(len(labels), columns)
         starts = [i * short + min(i, longer) for i in range(columns + 1)]
@@ -77,14 +88,6 @@ def _legend_columns(labels: Sequence[str]) -> int:
         if sum(max(map(len, part)) + 6 for part in parts) <= 58:
             return columns
     return 1
-
-
-def short_number(value: float) -> str:
-    """61.4k, 2.5M; small ones as they are."""
-    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:.3g}{letter}"
-    return f"{value:.3g}"
 
 
 def _scale(axes: Any, panel: Panel) -> None:
@@ -106,7 +109,7 @@ def _scale(axes: Any, panel: Panel) -> None:
 
 
 def _log_y(axes: Any, panel: Panel) -> None:
-    """Plain numbers at 1, 2 and 5 of every decade, or at every decade where there are many."""
+    """Label 1, 2 and 5 of every decade with plain numbers, or only decades where there are many."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.set_yscale("log")
@@ -118,24 +121,26 @@ def _log_y(axes: Any, panel: Panel) -> None:
 
 
 def _figure(panels: Sequence[Panel]) -> Any:
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as Canvas
 
     labels = [[trace.label for trace in panel.traces if trace.label] for panel in panels]
     rows = max((ceil(len(x) / _legend_columns(x)) for x in labels if x), default=0)
-    figure = Figure(figsize=(5.2 * len(panels), 3.5 + 0.2 * rows), layout="constrained")
+    figure = Canvas(figsize=(5.2 * len(panels), 3.5 + 0.2 * rows), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         draw(axes, panel)
     return figure
 
 
 def save(panel: Panel, stem: Path) -> str:
-    """Writes stem.svg and stem.png, on white; returns the SVG for a page, in the page's colours."""
+    """Write stem.svg and stem.png, on white; return the SVG for a page, in the page's colours."""
     from matplotlib import rc_context
 
+    # Neither date nor version: the same numbers give the same file.
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     with rc_context({"svg.fonttype": "none", "font.size": 10.5, "svg.hashsalt": "angular-lab"}):
         figure, buffer = _figure([panel]), io.StringIO()
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-        figure.savefig(stem.with_suffix(".png"), dpi=130)
+        figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
+        figure.savefig(stem.with_suffix(".png"), dpi=130, metadata={"Software": None})
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     standalone = text.replace("<svg", '<svg style="background: #ffffff"', 1)
@@ -144,16 +149,13 @@ def save(panel: Panel, stem: Path) -> str:
 
 
 def save_png(panels: Sequence[Panel], path: Path) -> None:
-    """Panels side by side in one picture, on white."""
-    _figure(panels).savefig(path, dpi=110)
+    """Write panels side by side in one picture, on white."""
+    _figure(panels).savefig(path, dpi=110, metadata={"Software": None})
 
 
 def _for_page(text: str, key: str) -> str:
-    """Ids of its own, because a page has many figures; colours that a dark page can change."""
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r'(?<=\bid=")', f"{key}-", text)
-    text = re.sub(r"(?<=url\(#)", f"{key}-", text)
-    text = re.sub(r'(?<=href="#)', f"{key}-", text)
+    """Return the SVG with ids that are unique on a page, and colours that the page can change."""
+    text = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{key}-", text)
     for i, color in enumerate(COLORS[:-1]):
         text = text.replace(color, f"var(--c{i}, {color})")
     return text.replace("#000000", "currentColor")

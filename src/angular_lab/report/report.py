@@ -1,159 +1,94 @@
-"""The report: one page about sweeps and single runs, with every number's seeds beside it.
+"""The report: one page about sweeps and single runs, with the seeds behind every number.
 
-Reads run folders only and never imports torch; the page needs no network.
+It reads run folders only, without torch; the page needs no network.
 """
 
-import sys
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from angular_lab.experiments.comparison import EXPERIMENTS
+from angular_lab.errors import UserError
 from angular_lab.report.averages import average_tables
-from angular_lab.report.claims import (
-    Ruling,
-    all_pairs_table,
-    claims_table,
-    pair_table,
-    rulings,
-)
-from angular_lab.report.cooldowns import cooldown_tables, longer_share
+from angular_lab.report.cooldowns import cooldown_tables, variant_shares
 from angular_lab.report.figures import sweep_figures
-from angular_lab.report.manifest import read_sweep
 from angular_lab.report.page import Section, write_page
 from angular_lab.report.plots import save_png
+from angular_lab.report.read import SweepResults, collect
 from angular_lab.report.results import (
     by_value_table,
     finals_table,
     key_of,
-    members_table,
+    runs_table,
+    speed_table,
     speedrun_table,
+    training_table,
 )
-from angular_lab.report.runs import Run, find_folders, read_run
-from angular_lab.report.single import groups, row, single_section
-from angular_lab.report.speed import any_alone, pace_table, speed_table
-from angular_lab.report.sweeps import SweepData
+from angular_lab.report.single_runs import groups, row, single_section
 from angular_lab.report.tables import Table, text_table
-from angular_lab.report.training import training_table
-from angular_lab.run_folder import RunFolder
+from angular_lab.report.verdicts import all_pairs_table, claims_table, pair_table
+from angular_lab.run_folder import Run, RunFolder, read_run
 
+log = logging.getLogger(__name__)
 __all__ = ["make_report", "summary", "text_table", "write_report"]
 
-TITLE = "AngularMuown: what the runs say"
+TITLE = "AngularMuown: what the runs show"
 INTRODUCTION = (
-    "This page repeats the experiments of the AngularMuown paper on the runs that were given. "
-    "Losses are validation losses in nats, and only those after the cool-down are compared. A line "
-    "is one way of training; its value, mostly the learning rate, was chosen on one seed and is "
-    "judged on the others, in pairs of the same seed.",
-    "A comparison holds when the mean paired difference is at least 0.005 with the same sign on "
-    "all seeds, and is reversed when that is so the other way round. Everything else, and "
-    "everything with one seed, is inconclusive; a claimed speed-up that every seed has too little "
-    "of is missed. Numbers in italics are the paper's, not ours.",
-)
-
-NO_SPEEDS = (
-    "Speeds are not compared: no run is known to have had its device to itself. What each logged "
-    "is in the table of every run."
+    "This page repeats the experiments of the AngularMuown paper on the given runs. Losses are "
+    "validation losses in nats, and only those after the cooldown are compared. A method is one "
+    "way of training; its value, mostly the learning rate, was chosen on one seed and is judged on "
+    "the others, in pairs of the same seed.",
+    "A comparison holds if the mean paired difference is at least 0.005 with the same sign on all "
+    "seeds, and is reversed if the same is true in the other direction. Everything else, and "
+    "everything with one seed, is inconclusive; a claimed speed-up is missed if every seed has "
+    "one, but too small. Numbers in italics are the paper's, not ours.",
 )
 
 
 def make_report(sources: Sequence[Path], out: Path) -> Path:
-    """The page about all sweeps and runs below the sources. What is wrong with them is on the page
-    and on stderr; the rest of the report is made."""
+    """Write the page about all sweeps and runs below the sources.
+
+    Problems with the runs are shown on the page and on stderr; the rest of the report is written.
+    """
     warnings: list[str] = []
     sweeps, runs = collect(sources, warnings)
-    sections = [_sweep_section(sweep) for sweep in sweeps]
     parts = groups(runs, warnings)
+    sections = [_opening(sweeps, runs, warnings), *map(_sweep_section, sweeps)]
     for i, part in enumerate(parts):
-        many = f", kind {i + 1} of {len(parts)}" if len(parts) > 1 else ""
+        many = f", group {i + 1} of {len(parts)}" if len(parts) > 1 else ""
         sections.append(single_section(part, f"single-runs-{i + 1}", f"Single runs{many}"))
-    found = [(sweep, ruling) for sweep in sweeps for ruling in rulings(sweep)]
-    opening = _opening(sweeps, runs, found, warnings)
-    page = write_page(out, TITLE, [opening, *sections], INTRODUCTION)
-    for section in [opening, *sections]:
+    page = write_page(out, TITLE, sections, INTRODUCTION)
+    for section in sections:
         for text in section.warnings:
-            print(f"warning: {section.title}: {text}", file=sys.stderr)
+            log.warning("warning: %s: %s", section.title, text)
     return page
 
 
-def collect(sources: Sequence[Path], warnings: list[str]) -> tuple[list[SweepData], list[Run]]:
-    """Sweeps, and runs that belong to none. A ValueError where there is nothing at all."""
-    sweeps: dict[Path, SweepData] = {}
-    folders: dict[Path, Path] = {}
-    for source in sources:
-        with_sweeps, with_runs = find_folders(source)
-        if not with_sweeps and not with_runs:
-            warnings.append(f"{source} {_nothing(source)}")
-        for folder in with_sweeps:
-            if folder.resolve() not in sweeps:
-                sweep = read_sweep(folder, warnings)
-                if sweep is not None:
-                    sweeps[folder.resolve()] = sweep
-        folders |= {folder.resolve(): folder for folder in with_runs}
-    if not sweeps and not folders:
-        listed = "; ".join(warnings) or "no folder was given"
-        raise ValueError(
-            f"no runs to report on: {listed}. Give a folder that holds runs, such as `runs`; "
-            "`angular-lab sweep` and `angular-lab train` make them"
-        )
-    for path, sweep in sweeps.items():
-        alike = [s.folder.name for s in sweeps.values()].count(sweep.folder.name) > 1
-        sweep.key = f"{sweep.folder.parent.name}-{sweep.folder.name}" if alike else ""
-        sweep.warnings += _leftovers(sweep, [f for at, f in folders.items() if at.parent == path])
-    single = [folder for at, folder in folders.items() if at.parent not in sweeps]
-    order = [*EXPERIMENTS]
-    ranked = sorted(
-        sweeps.values(),
-        key=lambda s: (order.index(s.experiment) if s.experiment in order else len(order), s.name),
-    )
-    return ranked, _read_all(single, warnings)
-
-
-def _leftovers(sweep: SweepData, folders: Sequence[Path]) -> list[str]:
-    """Runs of an earlier plan stay where they are: said, not shown."""
-    names = sorted(folder.name for folder in folders if folder.name not in sweep.named)
-    return [f"{name} is in the folder, but not in sweep.json: left out" for name in names]
-
-
-def _nothing(source: Path) -> str:
-    if not source.exists():
-        return "does not exist"
-    return "holds no run: no folder in it has a spec.json or a sweep.json"
-
-
-def _read_all(folders: Sequence[Path], warnings: list[str]) -> list[Run]:
-    found = (read_run(folder, warnings) for folder in folders)
-    return [run for run in found if run is not None and run.metrics]
-
-
 def _opening(
-    sweeps: Sequence[SweepData],
-    runs: Sequence[Run],
-    found: Sequence[tuple[SweepData, Ruling]],
-    warnings: Sequence[str],
+    sweeps: Sequence[SweepResults], runs: Sequence[Run], warnings: Sequence[str]
 ) -> Section:
-    members = sum(len(sweep.members) for sweep in sweeps)
-    counted = f"{len(sweeps)} sweep{'s' * (len(sweeps) != 1)} with {members} runs"
+    trials = sum(len(sweep.trials) for sweep in sweeps)
+    counted = f"{len(sweeps)} sweep{'s' * (len(sweeps) != 1)} with {trials} trials"
     words = [f"{counted}, and {len(runs)} single run{'s' * (len(runs) != 1)}."]
-    tables = claims_table(found, "claims"), all_pairs_table(sweeps, "pairs")
+    tables = claims_table(sweeps, "claims"), all_pairs_table(sweeps, "pairs")
     return Section("short", "In short", words, warnings, [t for t in tables if t is not None])
 
 
-def _sweep_section(sweep: SweepData) -> Section:
-    tables: list[Table | None] = [finals_table(sweep)]
-    words = [f"Folder {sweep.folder}. {_plan(sweep)}"]
-    if sweep.chose:
-        tables.append(by_value_table(sweep))
-    speeds = speed_table(sweep)
-    if speeds is None and sweep.experiment != "width" and len(sweep.lines) > 1:
+def _sweep_section(sweep: SweepResults) -> Section:
+    speed_ups = speed_table(sweep)
+    words = [f"{sweep.file}. {_plan(sweep)}"]
+    if speed_ups is None and sweep.pairs:
         words.append(_no_speed_up(sweep))
-    if not any_alone(sweep) and any(sweep.at_best(label) for label in sweep.lines):
-        words.append(NO_SPEEDS)
-    tables += [speeds, pace_table(sweep), pair_table(sweep), training_table(sweep)]
-    tables += cooldown_tables(sweep)
-    tables += average_tables(sweep)
-    if sweep.experiment == "speedrun":
-        tables.append(speedrun_table(sweep))
+    tables: list[Table | None] = [
+        finals_table(sweep),
+        by_value_table(sweep) if sweep.has_choice else None,
+        speed_ups,
+        pair_table(sweep),
+        training_table(sweep),
+        *cooldown_tables(sweep),
+        *average_tables(sweep),
+        speedrun_table(sweep) if sweep.experiment == "speedrun" else None,
+    ]
     return Section(
         key=key_of(sweep, "sweep"),
         title=f"{sweep.title} ({sweep.name})",
@@ -161,39 +96,40 @@ def _sweep_section(sweep: SweepData) -> Section:
         warnings=sweep.warnings,
         tables=[table for table in tables if table is not None],
         figures=sweep_figures(sweep),
-        details=[members_table(sweep)],
+        details=[runs_table(sweep)],
     )
 
 
-def _plan(sweep: SweepData) -> str:
+def _plan(sweep: SweepResults) -> str:
     *before, last = map(str, sweep.seeds)
-    many = f"seeds {', '.join(before)} and {last}" if before else f"one seed ({last})"
+    seeds = f"seeds {', '.join(before)} and {last}" if before else f"one seed ({last})"
+    count = len(sweep.horizons)
+    ends = f"{count} cooldowns off one trunk, at step" if count > 1 else "one horizon, step"
     horizons = ", ".join(f"{h:,}" for h in sweep.horizons)
-    ends = f"{len(sweep.horizons)} cool-downs off one trunk, at step" if horizons else ""
-    ends = ends if len(sweep.horizons) > 1 else "one horizon, step"
-    share = longer_share(sweep)
-    more = f", and a longer one ({share} of the steps) to the last" if share else ""
-    return f"{len(sweep.lines)} lines; {many}; {ends} {horizons}{more}."
+    shares = " and ".join(variant_shares(sweep))
+    more = f", and one over {shares} of the steps to the last" if shares else ""
+    methods = f"{len(sweep.arms)} method{'s' * (len(sweep.arms) != 1)}"
+    return f"{methods}; {seeds}; {ends} {horizons}{more}."
 
 
-def _no_speed_up(sweep: SweepData) -> str:
+def _no_speed_up(sweep: SweepResults) -> str:
     why = "one horizon gives a curve of one point, and it takes two"
     if len(sweep.horizons) > 1:
-        why = "no line is AngularMuown"
+        why = "no method is AngularMuown"
     return f"Speed-ups cannot be computed: {why}."
 
 
 def summary(run: RunFolder) -> dict[str, Any]:
-    """The row of a run, for a terminal."""
-    return row(_whole_run(run.path, []))
+    """Return the row of a run, for a terminal."""
+    return row(_readable_run(run.path, []))
 
 
-def _whole_run(folder: Path, warnings: list[str]) -> Run:
+def _readable_run(folder: Path, warnings: list[str]) -> Run:
     run = read_run(folder, warnings)
     if run is None:
-        raise ValueError(warnings[-1])
+        raise UserError(warnings[-1])
     if not run.metrics:
-        raise ValueError(f"{folder} has no metrics yet: train it first")
+        raise UserError(f"{folder} has no metrics yet: train it first")
     return run
 
 
@@ -204,12 +140,14 @@ def write_report(
     texts: Sequence[tuple[str, str]] = (),
     words: Sequence[str] = (),
 ) -> Path:
-    """index.html and curves.png about a few runs; `words` stand above all, `texts` are (heading,
-    text) pairs to show below."""
+    """Write index.html and curves.png about a few runs.
+
+    `words` are paragraphs at the top, `texts` are (heading, text) pairs at the end.
+    """
     if not folders:
-        raise ValueError("no runs to report on")
+        raise UserError("no runs to report on")
     warnings: list[str] = []
-    runs = [_whole_run(folder, warnings) for folder in folders]
+    runs = [_readable_run(folder, warnings) for folder in folders]
     section = single_section(runs, "runs", title)
     section.warnings, section.texts = [*warnings, *section.warnings], texts
     page = write_page(out, title, [section], words)

@@ -1,80 +1,85 @@
-"""A sweep's numbers as tables, in the paper's form and with the paper's numbers beside ours."""
+"""Tables of a sweep: final losses, losses by value, training losses, speed-ups, every run.
+
+Where the paper has a number for the same thing, it stands next to ours.
+"""
 
 from statistics import fmean
 
 from angular_lab.experiments import published as paper
-from angular_lab.experiments.statistics import speedrun_passes
-from angular_lab.report.sweeps import Member, SweepData, short
-from angular_lab.report.tables import Mark, Row, Table, loss, seeds_form, tokens_form
+from angular_lab.experiments.statistics import (
+    Curve,
+    SpeedUps,
+    speed_up,
+    speed_up_interval,
+    speedrun_passes,
+)
+from angular_lab.report.read import SweepResults, TrialResult, short
+from angular_lab.report.tables import Mark, Row, Table, difference, loss, seeds_form, tokens_form
+from angular_lab.run_folder import Run
 
 OTHER_SCALE = (
     "The paper's numbers are from another scale (its own model, data and tokens, one seed)"
 )
 SAME_SCALE = "The paper's numbers are from one seed"
-PAPER_ROWS: dict[str, dict[str, paper.Sweep]] = {
-    "qwen2": dict(
-        zip(("angular_muown", "angular_muown, kappa = 1", "normuon"), paper.QWEN2, strict=True)
-    ),
-    "moe": dict(
-        zip(
-            ("angular_muown, RMS scale", "angular_muown, spectral scale", "muon"),
-            paper.MOE,
-            strict=True,
-        )
-    ),
+PAPER_ROWS = {
+    "qwen2": {sweep.label: sweep.losses for sweep in paper.QWEN2},
+    "moe": {sweep.label: sweep.losses for sweep in paper.MOE},
 }
+LAST = 14  # logged training losses to average: single batches differ by more than methods do
 
 
-def key_of(sweep: SweepData, name: str) -> str:
-    """A file name and an id on the page; the folder keeps two sweeps of one kind apart."""
-    folder = "".join(c if c.isalnum() else "-" for c in sweep.key or sweep.folder.name)
-    return f"{folder}-{name}"
+def key_of(sweep: SweepResults, name: str) -> str:
+    """Return a file name and id."""
+    key = "".join(c if c.isalnum() else "-" for c in sweep.key or sweep.file.stem)
+    return f"{key}-{name}"
 
 
-def paper_note(sweep: SweepData) -> str:
+def paper_note(sweep: SweepResults) -> str:
     return SAME_SCALE if sweep.scale == "paper" else OTHER_SCALE
 
 
-def judges_note(sweep: SweepData) -> str:
-    if sweep.chooser not in sweep.seeds or len(sweep.seeds) < 2:
+def judges_note(sweep: SweepResults) -> str:
+    if sweep.choosing_seed not in sweep.seeds or len(sweep.seeds) < 2:
         return ""
-    where = "" if sweep.chose else ", in another sweep,"
-    return f"Seed {sweep.chooser} chose the value{where} and does not count once others are there. "
+    where = "" if sweep.has_choice else ", in another sweep,"
+    return (
+        f"Seed {sweep.choosing_seed} chose the value{where} and does not count once other seeds "
+        "are finished. "
+    )
 
 
-def mean_cells(sweep: SweepData, horizon: int) -> dict[str, Mark | None]:
-    """The mean loss of every line, with the number of seeds behind it; the lowest is marked."""
-    losses = {label: list(sweep.shown(label, horizon).values()) for label in sweep.lines}
-    means = {label: fmean(found) for label, found in losses.items() if found}
-    sizes_differ = sweep.experiment == "width"
-    lowest = None if sizes_differ else min(means.values(), default=None)
+def mean_cells(sweep: SweepResults, horizon: int) -> dict[str, Mark | None]:
+    """Return every method's mean loss and number of seeds; the lowest is marked if they compete."""
+    losses = {label: list(sweep.shown(label, horizon).values()) for label in sweep.arms}
+    means = {label: fmean(values) for label, values in losses.items() if values}
+    lowest = min(means.values(), default=None) if sweep.pairs else None
     return {
         label: loss(means[label], "best" * (means[label] == lowest), f" (n={len(losses[label])})")
         if label in means
         else None
-        for label in sweep.lines
+        for label in sweep.arms
     }
 
 
-def finals_table(sweep: SweepData) -> Table:
-    """Cooled-down loss by line and horizon."""
+def finals_table(sweep: SweepResults) -> Table:
     rows: list[Row] = []
     cells = {h: mean_cells(sweep, h) for h in sweep.horizons}
-    for label in sweep.lines:
+    for label in sweep.arms:
         best = sweep.best.get(label) if sweep.on_axis(label) else None
-        row: Row = {"line": label, f"best {sweep.axis}": best.lr if best else None}
+        row: Row = {"method": label, f"best {sweep.axis}": best.lr if best else None}
         for horizon in sweep.horizons:
             row[f"ours at {tokens_form(sweep.tokens(horizon))}"] = cells[horizon][label]
         seeds = {seed for h in sweep.horizons for seed in sweep.shown(label, h)}
         row["seeds"] = seeds_form(sorted(seeds))
         rows.append(row | _paper_teaser(sweep, label))
-    note = "Mean validation loss after the cool-down, at so many tokens; n: number of seeds. "
+    note = "Mean validation loss after the cooldown, by number of tokens; n: number of seeds. "
     note += judges_note(sweep)
     note += f"{paper_note(sweep)}." if sweep.experiment == "teaser" else ""
-    return Table(key_of(sweep, "final-loss"), "Final loss by line and horizon", rows, note.strip())
+    title = "Final loss by method and horizon"
+    return Table(key_of(sweep, "final-loss"), title, rows, note.strip())
 
 
-def _paper_teaser(sweep: SweepData, label: str) -> Row:
+def _paper_teaser(sweep: SweepResults, label: str) -> Row:
     if sweep.experiment != "teaser" or label not in paper.TEASER:
         return {}
     row = paper.TEASER[label]
@@ -84,106 +89,190 @@ def _paper_teaser(sweep: SweepData, label: str) -> Row:
     return cells
 
 
-def by_value_table(sweep: SweepData) -> Table:
-    """Loss by line and swept value: what the first seed chose from."""
+def by_value_table(sweep: SweepResults) -> Table:
+    """Return the losses that the first seed chose from."""
     last, first = sweep.horizons[-1], sweep.seeds[0]
     theirs = PAPER_ROWS.get(sweep.experiment, {})
-    lines = [label for label in sweep.lines if sweep.on_axis(label)]
-    values = {m.value for label in lines for m in sweep.of_line(label)}
-    values |= {v for s in theirs.values() for v in s.losses}
+    labels = [label for label in sweep.arms if sweep.on_axis(label)]
+    values = {m.value for label in labels for m in sweep.of_arm(label)}
+    values |= {value for losses in theirs.values() for value in losses}
     rows: list[Row] = []
-    for label in lines:
-        found = {m.value: m for m in sweep.of_line(label) if m.seed == first}
-        row: Row = {"line": label, **({"source": "ours"} if theirs else {})}
-        row |= {f"{v:.4g}": _value_cell(sweep, found.get(v), last) for v in sorted(values)}
+    for label in labels:
+        trials = {m.value: m for m in sweep.of_arm(label) if m.seed == first}
+        row: Row = {"method": label, **({"source": "ours"} if theirs else {})}
+        row |= {f"{v:.4g}": _value_cell(sweep, trials.get(v), last) for v in sorted(values)}
         rows.append(row)
         if label in theirs:
-            losses = theirs[label].losses
-            cells = {f"{v:.4g}": _paper_cell(v, losses) for v in sorted(values)}
-            rows.append({"line": label, "source": Mark("the paper's", "paper"), **cells})
-    note = f"One seed ({first}), at {tokens_form(sweep.tokens(last))} tokens; the best of a line "
-    note += "is bold, † marks a best at the edge of its grid."
+            cells = {f"{v:.4g}": _paper_cell(v, theirs[label]) for v in sorted(values)}
+            rows.append({"method": label, "source": Mark("the paper's", "paper"), **cells})
+    note = f"One seed ({first}), at {tokens_form(sweep.tokens(last))} tokens; the best value of a "
+    note += "method is bold, † marks a best at the edge of its grid."
     note += f" {paper_note(sweep)}." if theirs else ""
     return Table(key_of(sweep, "loss-by-value"), f"Final loss by {sweep.axis}", rows, note)
 
 
-def _value_cell(sweep: SweepData, member: Member | None, horizon: int) -> Mark | None:
-    if member is None:
+def _value_cell(sweep: SweepResults, trial: TrialResult | None, horizon: int) -> Mark | None:
+    if trial is None:
         return None
-    if member.diverged:
+    if trial.diverged:
         return Mark("diverged")
-    end, best = member.final(horizon), sweep.best.get(member.label)
+    end, best = trial.final(horizon), sweep.best.get(trial.arm)
     if end is None:
         return Mark("unfinished")
-    is_best = best is not None and best.lr == member.value
-    edge = " †" if is_best and sweep.at_edge(member.label) else ""
+    is_best = best is not None and best.lr == trial.value
+    edge = " †" if is_best and sweep.at_edge(trial.arm) else ""
     return loss(end[1], "best" if is_best else "", edge)
 
 
 def _paper_cell(rate: float, losses: dict[float, float]) -> Mark | None:
-    """With as many digits as the paper's table has."""
+    """Return the paper's loss with as many digits as its table has."""
     if rate not in losses:
         return None
-    digits = max(len(f"{loss:g}".partition(".")[2]) for loss in losses.values())
+    digits = max(len(f"{value:g}".partition(".")[2]) for value in losses.values())
     best = " best" if losses[rate] == min(losses.values()) else ""
     return Mark(losses[rate], f"paper{best}", f"{losses[rate]:.{digits}f}")
 
 
-def speedrun_table(sweep: SweepData) -> Table:
-    """The track's rule: (3.28 - mean) * sqrt(runs) of at least 0.004."""
+def training_table(sweep: SweepResults) -> Table | None:
+    """Compare training and validation losses at the last horizon, at each method's best value."""
+    last = sweep.horizons[-1]
     rows: list[Row] = []
-    for label in sweep.lines:
+    for label in sweep.arms:
+        validation = sweep.shown(label, last)
+        runs = {s: m.ends[last] for s, m in sweep.at_best(label).items() if s in validation}
+        ends = {seed: final_training_loss(run) for seed, run in runs.items()}
+        training = {seed: end for seed, end in ends.items() if end is not None}
+        if not training:
+            continue
+        gap = fmean(validation[seed] - training[seed] for seed in training)
+        rows.append(
+            {
+                "method": label,
+                "training": loss(fmean(training.values())),
+                "validation": loss(fmean(validation[seed] for seed in training)),
+                "validation - training": loss(gap),
+                "training, by seed": ", ".join(f"{s}: {x:.4f}" for s, x in training.items()),
+                "seeds": seeds_form(list(training)),
+            }
+        )
+    if len(rows) < 2:
+        return None
+    note = (
+        f"Mean of the last {LAST} training losses that a run logged, and its validation loss, at "
+        f"{tokens_form(sweep.tokens(last))} tokens. {judges_note(sweep)}"
+    )
+    return Table(key_of(sweep, "training"), "Training loss", rows, note.strip())
+
+
+def final_training_loss(run: Run) -> float | None:
+    """Return the mean of the last training losses; None if the run logged too few."""
+    _, losses = run.series("loss")
+    return fmean(losses[-LAST:]) if len(losses) >= LAST else None
+
+
+def curves(sweep: SweepResults, label: str) -> dict[int, Curve]:
+    """Return (tokens, loss after the cooldown) over the horizons, by judging seed."""
+    by_seed: dict[int, Curve] = {}
+    for seed, trial in sweep.at_best(label).items():
+        ends = [end for h in sweep.horizons if (end := trial.final(h)) is not None]
+        if seed in sweep.judges and ends:
+            by_seed[seed] = [(float(tokens), value) for tokens, value in ends]
+    return by_seed
+
+
+def speed_table(sweep: SweepResults) -> Table | None:
+    """Return how many times fewer tokens our method needs for another's final loss."""
+    if sweep.ours is None or len(sweep.horizons) < 2:
+        return None
+    rows = [_speed_row(sweep, sweep.ours, label) for label in sweep.arms if label != sweep.ours]
+    if not rows:
+        return None
+    note = (
+        f"Tokens of the other method over the tokens at which {sweep.ours}'s curve of losses after "
+        "the cooldown, interpolated in log tokens, reaches the other's final loss. Interval: "
+        "Student's, of the mean over seeds."
+    )
+    if sweep.experiment == "teaser":
+        note += f" {paper_note(sweep)}, computed in the same way."
+    return Table(key_of(sweep, "speed-up"), f"Speed-up of {sweep.ours}", rows, note)
+
+
+def _speed_row(sweep: SweepResults, ours: str, other: str) -> Row:
+    speed_ups = speed_up_interval(curves(sweep, ours), curves(sweep, other))
+    reasons = "; ".join(f"seed {seed}: {why}" for seed, why in speed_ups.missing.items())
+    row: Row = {"over": other}
+    row["in tokens"] = _times(speed_ups) or f"cannot be computed: {reasons or 'no seed'}"
+    row["95% interval"] = _interval(speed_ups)
+    row["seeds"] = seeds_form(sorted(speed_ups.by_seed))
+    row["by seed"] = ", ".join(f"{s}: {x:.2f}" for s, x in speed_ups.by_seed.items()) or None
+    row["seeds without one"] = (reasons or None) if speed_ups.mean else None
+    if sweep.experiment == "teaser" and other in paper.TEASER and ours in paper.TEASER:
+        ratio = speed_up(paper.TEASER[ours].curve, paper.TEASER[other].curve)
+        claimed = paper.CLAIMED_SPEED_UPS.get(other)
+        row["the paper's figure, in tokens"] = Mark(ratio, "paper", f"{ratio:.2f}×")
+        row["the paper's claim"] = Mark(claimed, "paper", f"about {claimed:g}×")
+    return row
+
+
+def _times(speed_ups: SpeedUps) -> Mark | None:
+    """Return the mean, which is too high if seeds never get there: then with their number."""
+    if speed_ups.mean is None:
+        return None
+    n, missing = len(speed_ups.by_seed), len(speed_ups.missing)
+    seeds = f" ({n} of {n + missing} seeds)" if missing else ""
+    return Mark(speed_ups.mean, "", f"{speed_ups.mean:.2f}×{seeds}")
+
+
+def _interval(speed_ups: SpeedUps) -> str | None:
+    if speed_ups.interval is None:
+        return "none: one seed" if speed_ups.by_seed else None
+    return f"{speed_ups.interval[0]:.2f} to {speed_ups.interval[1]:.2f}"
+
+
+def speedrun_table(sweep: SweepResults) -> Table:
+    """Apply the speedrun's rule: (3.28 - mean) * sqrt(runs) of at least 0.004."""
+    rows: list[Row] = []
+    for label in sweep.arms:
         losses = sweep.judged(label, sweep.horizons[-1])
-        row: Row = {"line": label, "steps": sweep.horizons[-1], "runs": len(losses)}
+        row: Row = {"method": label, "steps": sweep.horizons[-1], "runs": len(losses)}
         if not losses:
             rows.append({**row, "passes": "cannot be computed: no finished run"})
             continue
         result = speedrun_passes(list(losses.values()))
         more = result.further_runs
-        rows.append(
-            {
-                **row,
-                "mean loss": loss(fmean(losses.values()), suffix=f" (n={len(losses)})"),
-                "(target - mean) * sqrt(n)": Mark(result.statistic, "", f"{result.statistic:+.4f}"),
-                "passes": result.passes,
-                "further runs at this mean": "no number is enough" if more is None else more,
-            }
-        )
+        row["mean loss"] = loss(fmean(losses.values()), suffix=f" (n={len(losses)})")
+        row["(target - mean) * sqrt(n)"] = difference(result.statistic)
+        row["passes"] = result.passes
+        row["further runs at this mean"] = "no number is enough" if more is None else more
+        rows.append(row)
     note = (
         f"Target {paper.SPEEDRUN_TARGET}, needed {paper.SPEEDRUN_MARGIN}. The preliminary version "
         f"took {paper.SPEEDRUN_STEPS:,} steps (the track's record, not ours)."
     )
     if sweep.scale != "paper":
-        note += " At this scale the target means nothing; the row shows that the rule is applied."
+        note += " At this scale the target means nothing; the row shows how the rule is applied."
     return Table(key_of(sweep, "speedrun"), "The speedrun's rule", rows, note)
 
 
-def members_table(sweep: SweepData) -> Table:
-    """Every run behind the numbers."""
+def runs_table(sweep: SweepResults) -> Table:
+    """Return every trial behind the numbers."""
     rows: list[Row] = []
-    last = sweep.horizons[-1]
-    for m in sweep.members:
-        finals = {
-            f"{tokens_form(sweep.tokens(h))} tokens": loss(end[1]) if (end := m.final(h)) else None
-            for h in sweep.horizons
-        }
-        done = all(end is not None for end in finals.values()) and not m.lacks_longer(last)
-        if m.plans_longer:
-            end = m.cooled_longer(last).final(last)
-            name = f"{tokens_form(sweep.tokens(last))} tokens, longer cool-down"
-            finals[name] = loss(end[1]) if end else None
-        speeds = [speed for run in m.normal if (speed := run.speed) is not None]
-        status = "diverged" if m.diverged else "done" if done else "unfinished"
-        run = next(iter(m.runs), None)
+    for trial in (*sweep.trials, *sweep.variants):
+        speeds = [speed for run in trial.runs if (speed := run.speed) is not None]
         rows.append(
             {
-                "line": m.label,
-                short(m.axis): m.value,
-                "seed": m.seed,
-                "status": status,
-                **finals,
+                "method": trial.arm,
+                short(trial.axis): trial.value,
+                "seed": trial.seed,
+                "status": trial.status,
+                **{
+                    f"{tokens_form(sweep.tokens(h))} tokens": loss(end[1])
+                    if (end := trial.final(h))
+                    else None
+                    for h in sweep.horizons
+                },
                 "tokens/s": fmean(speeds) if speeds else None,
-                "folder": run and (f"as {run.made_in}" if run.made_in else run.name),
+                "run": next((run.name for run in reversed(trial.runs)), None),
             }
         )
-    return Table(key_of(sweep, "runs"), "Every run", rows)
+    return Table(key_of(sweep, "runs"), "Every trial", rows)

@@ -1,32 +1,34 @@
-"""Tables: rows of plain values, written as text, CSV, Markdown and sortable HTML."""
+"""Tables: rows of plain values as text, CSV, Markdown and HTML, and how numbers are written."""
 
 import csv
-import html
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from angular_lab.report.plots import short_number
+from typing import Any, NamedTuple
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A value as it is shown, and what it is: the best of its kind, or from the paper."""
+    """A value, how it is written, and what it is: the best of its kind, or the paper's."""
 
     value: Any
-    kind: str = ""  # a CSS class: best, paper, holds, inconclusive, reversed
-    text: str = ""  # shown in the value's place
+    kind: str = ""  # a CSS class: best, paper, holds, inconclusive, reversed, missed
+    text: str = ""  # "": as other values
 
-    def __str__(self) -> str:
-        return self.text or form(self.value)
+
+class Cell(NamedTuple):
+    """A cell of the HTML table."""
+
+    text: str
+    classes: str
+    number: float | None  # to sort by
 
 
 @dataclass(frozen=True)
 class Table:
-    key: str  # its file name
+    key: str  # its file name and id
     title: str
     rows: Sequence[Row]
     note: str = ""
@@ -39,7 +41,7 @@ class Table:
         return [[row.get(name) for name in self.columns] for row in self.rows]
 
     def csv(self) -> str:
-        """Full precision: for programs. What the eye needs is left out."""
+        """Return the values in full precision, for programs."""
         buffer = io.StringIO()
         writer = csv.writer(buffer, lineterminator="\n")
         writer.writerow(self.columns)
@@ -55,30 +57,21 @@ class Table:
         note = f"\n{self.note}\n" if self.note else ""
         return f"**{self.title}**\n{note}\n" + "\n".join([line(self.columns), rule, *rows]) + "\n"
 
-    def html(self) -> str:
-        words = [self._is_words(i) for i in range(len(self.columns))]
-        head = "".join(
-            f'<th scope="col" aria-sort="none"{" class=text" * words[i]}><button type="button">'
-            f"{html.escape(name)}</button></th>"
-            for i, name in enumerate(self.columns)
-        )
-        body = "".join(f"<tr>{''.join(map(_cell, cells, words))}</tr>" for cells in self.cells())
-        note = f"<p class=note>{html.escape(self.note)}</p>" if self.note else ""
-        return (
-            f'<div class=tablebox id="{self.key}"><h4>{html.escape(self.title)}</h4>{note}'
-            f'<div class=wide tabindex=0 role=region aria-label="{html.escape(self.title)}">'
-            f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></div>"
-        )
+    def html_cells(self) -> list[list[Cell]]:
+        words = [self.is_words(name) for name in self.columns]
+        return [list(map(_cell, cells, words)) for cells in self.cells()]
 
-    def _is_words(self, column: int) -> bool:
-        """Words begin at the left, numbers end at the right: the header as the cells below."""
-        shown = [_plain(cells[column]) for cells in self.cells()]
-        words = sum(isinstance(value, str) for value in shown)
-        return 2 * words > sum(value is not None for value in shown)
+    def is_words(self, column: str) -> bool:
+        """True if most of the column is text: then it is aligned left, header included."""
+        values = [_plain(row.get(column)) for row in self.rows]
+        words = sum(isinstance(value, str) for value in values)
+        return 2 * words > sum(value is not None for value in values)
 
 
 def form(value: Any) -> str:
-    """A value as a person reads it."""
+    """Return a value as a person reads it."""
+    if isinstance(value, Mark):
+        return value.text or form(value.value)
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -89,16 +82,33 @@ def form(value: Any) -> str:
 
 
 def loss(value: float | None, kind: str = "", suffix: str = "") -> Mark | None:
-    """Losses have four decimals: differences of 0.005 decide."""
+    """Return a loss with four decimals: differences of 0.005 decide."""
     return None if value is None else Mark(value, kind, f"{value:.4f}{suffix}")
+
+
+def difference(value: float | None) -> Mark | None:
+    """Return a difference of losses, with its sign."""
+    return None if value is None else Mark(value, "", f"{value:+.4f}")
+
+
+def token_count(tokens: float | None) -> Mark:
+    return Mark(tokens, "", tokens_form(tokens))
 
 
 def tokens_form(tokens: float | None) -> str:
     return "?" if tokens is None else short_number(tokens)
 
 
+def short_number(value: float) -> str:
+    """Return 61.4k for 61,400 and 2.5M for 2,500,000; small numbers as they are."""
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:.3g}"
+
+
 def seeds_form(seeds: Sequence[int]) -> str:
-    """How many seeds stand behind a number, and which."""
+    """Return how many seeds a number is based on, and which."""
     if not seeds:
         return "no seed"
     listed = ", ".join(map(str, seeds))
@@ -106,13 +116,15 @@ def seeds_form(seeds: Sequence[int]) -> str:
 
 
 def text_table(rows: Sequence[Row]) -> str:
-    """For a terminal."""
-    cells = [list(rows[0]), *([form(value) for value in row.values()] for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in cells
-    )
+    """Return the rows as a table for a terminal: words aligned left, numbers right."""
+    table = Table("", "", rows)
+    lines = [table.columns, *([form(value) for value in cells] for cells in table.cells())]
+    columns = []
+    for name, column in zip(table.columns, zip(*lines, strict=True), strict=True):
+        width = max(map(len, column))
+        left = table.is_words(name)
+        columns.append([text.ljust(width) if left else text.rjust(width) for text in column])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
 
 def _plain(value: Any) -> Any:
@@ -120,26 +132,22 @@ def _plain(value: Any) -> Any:
 
 
 def _bold(value: Any) -> str:
-    shown = str(value) if isinstance(value, Mark) else form(value)
-    return f"**{shown}**" if isinstance(value, Mark) and "best" in value.kind else shown
+    is_best = isinstance(value, Mark) and "best" in value.kind
+    return f"**{form(value)}**" if is_best else form(value)
 
 
-def _number(text: Any) -> float | None:
+def _number(value: Any) -> float | None:
     try:
-        return float(text)
+        return None if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         return None
 
 
-def _cell(value: Any, words: bool) -> str:
-    plain = _plain(value)
-    number = None if isinstance(plain, bool) else _number(plain)
-    shown = str(value) if isinstance(value, Mark) else form(value)
+def _cell(value: Any, words: bool) -> Cell:
+    text, number = form(value), _number(_plain(value))
     kinds = [value.kind] if isinstance(value, Mark) and value.kind else []
-    if number is None and len(shown) > 28:
+    if number is None and len(text) > 28:
         kinds.append("long")
     elif words:
         kinds.append("text")
-    classes = f' class="{" ".join(kinds)}"' if kinds else ""
-    key = f' data-v="{number!r}"' if number is not None else ""
-    return f"<td{classes}{key}>{html.escape(shown)}</td>"
+    return Cell(text, " ".join(kinds), number)

@@ -1,8 +1,10 @@
-"""Statements about losses: values computed by hand, laws, and what is refused."""
+"""Statistics of losses: values computed by hand, laws, and errors."""
 
 import subprocess
 import sys
 from math import inf, log, nan, sqrt
+from random import Random
+from statistics import fmean, stdev
 
 import pytest
 from hypothesis import assume, given
@@ -15,9 +17,9 @@ from angular_lab.experiments.statistics import (
     speed_up,
     speed_up_interval,
     speedrun_passes,
+    student_interval,
     tokens_to_reach,
     verdict,
-    wall_clock_speed_up,
 )
 
 LOSSES = st.floats(1, 10)
@@ -77,7 +79,7 @@ def test_the_first_crossing_and_nothing_beyond_the_curve(curve, loss) -> None:
         assert all(reached > loss for count, reached in curve if count < tokens * (1 - 1e-12))
 
 
-def test_a_curve_that_goes_up_again() -> None:
+def test_a_curve_that_rises_again() -> None:
     # Down through 3.5 between 100 and 400 (half: 200), up, and down again after 1600.
     curve = [(100, 4.0), (400, 3.0), (1600, 3.8), (6400, 2.0)]
     assert tokens_to_reach(curve, 3.5) == pytest.approx(200)
@@ -99,7 +101,7 @@ def test_no_extrapolation() -> None:
         ([(100, 3.0)], "a curve of 1 points"),
         ([(400, 3.0), (100, 4.0)], "100 tokens follow 400: sort the curve"),
         ([(100, 3.0), (100, 4.0)], "100 tokens follow 100"),
-        ([(100, 3.0), (400, nan)], "the loss at 400 tokens is nan: leave out what diverged"),
+        ([(100, 3.0), (400, nan)], "the loss at 400 tokens is nan: leave out runs that diverged"),
         ([(100, inf), (400, 3.0)], "the loss at 100 tokens is inf"),
         ([(100, 3.0), (inf, 3.0)], "a curve's tokens is inf: it must be positive and finite"),
         ([(0, 3.0), (400, 3.0)], "a curve's tokens is 0"),
@@ -114,7 +116,7 @@ def test_bad_curves(curve, words) -> None:
         speed_up(OURS, curve)
 
 
-def test_a_loss_to_reach_that_is_no_number() -> None:
+def test_a_loss_to_reach_must_be_a_number() -> None:
     with pytest.raises(ValueError, match="the loss to reach is nan"):
         tokens_to_reach(OURS, nan)
 
@@ -134,7 +136,7 @@ def test_a_loss_to_reach_that_is_no_number() -> None:
         ("angular_muown", 1.0),
     ],
 )
-def test_the_papers_own_numbers(reference, ratio) -> None:
+def test_speed_ups_of_the_papers_numbers(reference, ratio) -> None:
     found = speed_up(OURS, paper.TEASER[reference].curve)
     assert found is not None
     assert round(found, 2) == ratio
@@ -166,14 +168,6 @@ def test_a_curve_that_needs_k_times_fewer_tokens(curve, k) -> None:
     assert speed_up([(tokens / k, loss) for tokens, loss in curve], curve) == pytest.approx(k)
 
 
-def test_wall_clock() -> None:
-    # Twice fewer tokens, each 1 / 0.8 as slow: 2 * 0.8.
-    assert wall_clock_speed_up(2.0, 800_000, 1_000_000) == pytest.approx(1.6)
-    for bad in ((0, 1, 1), (1, nan, 1), (1, 1, -1), (1, 1, inf)):
-        with pytest.raises(ValueError, match="must be positive and finite"):
-            wall_clock_speed_up(*bad)
-
-
 def test_speed_ups_by_seed() -> None:
     reference = [(100, 5.0), (400, 3.5)]
     fast, slow = [(100, 4.0), (400, 3.0)], [(100, 4.5), (1600, 2.5)]
@@ -192,7 +186,7 @@ def test_speed_ups_by_seed() -> None:
         3: "the reference has no curve",
         4: "we have no curve",
         5: "the reference ends at 3.5000, our curve starts below it",
-        6: "the loss at 400 tokens is nan: leave out what diverged, and report it",
+        6: "the loss at 400 tokens is nan: leave out runs that diverged, and report them",
     }
 
 
@@ -202,19 +196,45 @@ def test_no_seed_has_a_speed_up() -> None:
     assert list(found.missing) == [0, 1]
 
 
-def test_the_confidence_reaches_the_interval() -> None:
-    ours = {seed: [(100, 4.0), (400 + 100 * seed, 3.0)] for seed in range(3)}
-    reference = {seed: [(100, 5.0), (400, 3.5)] for seed in range(3)}
-    wide, narrow = (speed_up_interval(ours, reference, c).interval for c in (0.95, 0.6))
-    assert wide is not None
-    assert narrow is not None
-    assert wide[0] < narrow[0] < narrow[1] < wide[1]
+# Student's interval
+
+
+@pytest.mark.parametrize("values", [2, 3, 5, 10, 31, 40])
+def test_students_interval_is_that_of_scipy(values) -> None:
+    stats = pytest.importorskip("scipy.stats")
+    sample = [Random(values).gauss(3, 1) for _ in range(values)]
+    low, high = student_interval(sample)
+    half = stats.t.ppf(0.975, min(values - 1, 30)) * stdev(sample) / sqrt(values)
+    assert (low, high) == pytest.approx((fmean(sample) - half, fmean(sample) + half), rel=1e-6)
+
+
+def test_students_interval_covers_the_mean_in_95_percent() -> None:
+    """For three normal values at a time."""
+    dice, runs = Random(0), 4000
+    intervals = (student_interval([dice.gauss(1, 2) for _ in range(3)]) for _ in range(runs))
+    covered = sum(low <= 1 <= high for low, high in intervals)
+    assert covered / runs == pytest.approx(0.95, abs=0.0104)  # three standard deviations
+
+
+@given(st.lists(LOSSES, min_size=2, max_size=6), st.floats(-3, 3), st.floats(0.1, 3))
+def test_students_interval_moves_with_its_values(values, shift, factor) -> None:
+    low, high = student_interval(values)
+    moved = student_interval([factor * value + shift for value in values])
+    assert moved == pytest.approx((factor * low + shift, factor * high + shift), abs=1e-6)
+
+
+def test_values_without_an_interval() -> None:
+    assert student_interval([3.0]) is None
+    with pytest.raises(ValueError, match="no values"):
+        student_interval([])
+    with pytest.raises(ValueError, match="a value is nan: leave out runs that diverged"):
+        student_interval([1.0, nan])
 
 
 # Pairs
 
 
-def test_pairs_and_what_is_missing() -> None:
+def test_pairs_and_missing_seeds() -> None:
     paired = paired_differences({2: 3.0, 0: 3.25, 7: 1.0}, {0: 3.0, 2: 3.5, 1: 1.0, 9: 1.0})
     assert paired.seeds == (0, 2)
     assert paired.differences == (0.25, -0.5)
@@ -263,7 +283,7 @@ def test_missing_seeds_are_in_the_reason_of_a_verdict_that_holds() -> None:
 
 
 @pytest.mark.parametrize("a", [3.15, 3.053, 2.982, 2.9])
-def test_three_digits_that_are_the_threshold_apart_are_enough(a) -> None:
+def test_rounding_does_not_decide_at_the_threshold(a) -> None:
     b = round(a + 0.005, 3)
     assert verdict({0: a, 1: a}, {0: b, 1: b}).outcome == "holds"
 
@@ -278,7 +298,7 @@ def test_exchanged_sides_give_the_opposite_verdict(a, b, threshold) -> None:
 
 
 @given(st.dictionaries(st.integers(0, 5), LOSSES, min_size=2), st.floats(0.006, 1))
-def test_a_clear_lead_holds_and_none_is_inconclusive(losses, lead) -> None:
+def test_a_clear_difference_holds_and_none_is_inconclusive(losses, lead) -> None:
     ahead = {seed: loss - lead for seed, loss in losses.items()}
     assert verdict(ahead, losses).outcome == "holds"
     assert verdict(losses, losses).outcome == "inconclusive"
@@ -314,7 +334,7 @@ def test_the_speedruns_rule(losses, statistic, passes, further) -> None:
 
 
 @given(st.floats(3.2795, 3.2799), st.integers(1, 50))
-def test_as_many_further_runs_as_needed_and_no_more(loss, runs) -> None:
+def test_the_number_of_further_runs_is_the_smallest_that_passes(loss, runs) -> None:
     further = speedrun_passes([loss] * runs).further_runs
     assert further is not None
     assert speedrun_passes([loss] * (runs + further)).passes
@@ -342,7 +362,7 @@ def test_another_target_and_bad_runs() -> None:
         ({4e-3: 3.1, 1e-3: 2.9, 2e-3: 3.0}, 1e-3, ("below",)),
         ({4e-3: 2.9, 1e-3: 3.1, 2e-3: 3.0}, 4e-3, ("above",)),
         ({2e-3: 3.0}, 2e-3, ("below", "above")),
-        # What diverged is the worst, and bounds the grid.
+        # A run that diverged is the worst, and bounds the grid.
         ({4e-3: nan, 1e-3: 3.1, 2e-3: 3.0}, 2e-3, ()),
         ({4e-3: 3.0, 1e-3: nan, 2e-3: -inf, 8e-3: inf}, 4e-3, ()),
         ({4e-3: 3.0, 2e-3: 3.0, 1e-3: 3.1}, 2e-3, ()),
@@ -362,7 +382,7 @@ def test_the_order_of_the_rates_does_not_matter(by_rate) -> None:
     assert all(not loss < found.loss for loss in by_rate.values())
 
 
-def test_sweeps_without_an_answer() -> None:
+def test_sweeps_without_a_best_value() -> None:
     with pytest.raises(ValueError, match=r"no finite loss in \{0.1: nan, 0.2: inf\}: try smaller"):
         best_rate({0.1: nan, 0.2: inf})
     with pytest.raises(ValueError, match="no finite loss"):
@@ -386,7 +406,7 @@ def test_the_papers_best_rates(sweeps, best) -> None:
     assert [(row.lr, row.loss, row.extend) for row in found] == best
 
 
-def test_the_papers_teaser_is_whole() -> None:
+def test_the_papers_teaser_is_complete() -> None:
     assert list(paper.TEASER) == ["adamw", "normuon", "muown", "angular_muown"]
     assert paper.CLAIMED_SPEED_UPS.keys() == paper.TEASER.keys() - {"angular_muown"}
     for row in paper.TEASER.values():
@@ -394,13 +414,10 @@ def test_the_papers_teaser_is_whole() -> None:
         assert row.best_rate in row.rates
         assert list(row.losses) == sorted(row.losses, reverse=True)
         assert all(ours <= loss for ours, loss in zip(OURS, row.curve, strict=True))
-    assert {claim.experiment for claim in paper.CLAIMS} == {
-        "teaser", "angles", "width transfer", "qwen2", "moe", "speedrun",
-    }  # fmt: skip
     assert paper.WIDTH_RATES[0] == 2**-8
     assert paper.WIDTH_RATES[-1] == 2**-3
 
 
-def test_statistics_do_without_torch() -> None:
+def test_statistics_do_not_need_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; import angular_lab.experiments.statistics"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,73 +1,102 @@
-"""The page: complete, self-contained, and made without torch."""
+"""The page: complete, self-contained, and written without torch."""
 
 import re
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
 
 import pytest
 
 from angular_lab.demo import RUNS, run_demo
 from angular_lab.report.report import summary, text_table, write_report
-from angular_lab.run_folder import RunFolder
-from angular_lab.training.start import train
-from tests.lab.runs import tiny
+from angular_lab.report.tables import Mark
+from angular_lab.run_folder import RunDir
+from tests.lab.report.made import choosing, spec_of, write_lines, write_run
 
 
-def test_the_page_needs_nothing_from_outside(data, tmp_path) -> None:
-    train(tiny(data), tmp_path / "run")
-    title, texts = "A title & more", [("H", "<b>")]
-    page = write_report([tmp_path / "run"], tmp_path / "out", title, texts, ["Above < all"])
+@pytest.mark.usefixtures("drawn")
+def test_the_page_is_self_contained_and_escaped(tmp_path: Path) -> None:
+    run, out = write_run(tmp_path / "run <i>", spec_of(), 3.0), tmp_path / "out"
+    page = write_report([run], out, "A title & more", [("H", "<b>")], ["Above < all"])
     text = page.read_text()
+    assert text.startswith("<!doctype html>")
     assert text.index("Above &lt; all") < text.index("<table")
     assert text.count("<svg") == 4
     assert "A title &amp; more" in text
     assert "<pre>&lt;b&gt;</pre>" in text
-    assert "angular_muown" in text
+    assert ">run &lt;i&gt;</td>" in text
     links = set(re.findall(r"(?:src|href)=[\"']?([^\"' >]+)", text))
     assert all(link.startswith("#") for link in links)
-    assert (tmp_path / "out" / "curves.png").stat().st_size > 10_000
+    assert (out / "curves.png").stat().st_size > 10_000
+    for name in ("style.css", "page.js"):
+        assert (files("angular_lab.report") / "assets" / name).read_text() in text
 
 
-def test_reports_do_without_torch(data, tmp_path) -> None:
-    train(tiny(data), tmp_path / "run")
+def test_templates_and_assets_are_in_the_package() -> None:
+    """They are found next to the modules, which hatchling packs with everything else there."""
+    folder = files("angular_lab.report")
+    names = {item.name for part in ("assets", "templates") for item in (folder / part).iterdir()}
+    assert names == {"page.html", "page.js", "parts.html", "style.css"}
+
+
+def test_reports_are_written_without_torch(tmp_path: Path) -> None:
+    choosing(tmp_path / "runs" / "small")
+    run = write_run(tmp_path / "runs" / "muon", spec_of("muon"), 3.1)
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "from pathlib import Path; from angular_lab.report.report import write_report\n"
-        f"write_report([Path({str(tmp_path / 'run')!r})], Path({str(tmp_path / 'out')!r}), 'x')"
+        "from pathlib import Path\n"
+        "from angular_lab.report.report import make_report, write_report\n"
+        f"write_report([Path({str(run)!r})], Path({str(tmp_path / 'out')!r}), 'x')\n"
+        f"make_report([Path({str(tmp_path / 'runs')!r})], Path({str(tmp_path / 'out')!r}))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_bad_input(tmp_path) -> None:
+def test_errors_of_write_report(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no runs"):
         write_report([], tmp_path, "x")
     with pytest.raises(ValueError, match="no run folder"):
         write_report([tmp_path], tmp_path, "x")
 
 
-def test_tables_line_up() -> None:
-    table = text_table([{"name": "a", "loss": 1.23456}, {"name": "longer", "loss": None}])
-    assert table.splitlines() == ["name    loss", "a       1.235", "longer  -"]
+def test_text_tables_are_aligned() -> None:
+    table = text_table(
+        [
+            {"name": "a", "loss": 1.23456, "steps": 12_000},
+            {"name": "longer", "loss": None, "steps": Mark(7, text="7*")},
+        ]
+    )
+    assert table.splitlines() == [
+        "name     loss   steps",
+        "a       1.235  12,000",
+        "longer      -      7*",
+    ]
 
 
-def test_the_demo_in_miniature(tmp_path, monkeypatch, capsys) -> None:
+def test_the_demo_in_miniature(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     page = run_demo(tmp_path / "demo", steps=2)
     assert page.exists()
-    shown = capsys.readouterr().out
-    assert all(name in shown for name, *_ in RUNS)
-    assert "before training" in shown
+    printed = capsys.readouterr().out
+    assert all(name in printed for name, *_ in RUNS)
+    assert "before training" in printed
 
 
-def test_a_run_by_itself(data, tmp_path) -> None:
-    """Its rates, its averages, and angles from where the rate stands still."""
-    spec = tiny(data, steps=12, average="0.5", angle_every=1)
-    spec = replace(spec, schedule=replace(spec.schedule, warmup=2, decay=0.25))
-    train(spec, tmp_path / "run")
-    lines = RunFolder(tmp_path / "run").read_metrics()
-    found = summary(RunFolder(tmp_path / "run"))
-    assert found["aux lr"] == (spec.optim.aux_lr or spec.optim.lr)
-    assert found["of the average, 0.5"] == lines[-1]["val_loss_averaged_0.5"]
-    first, last = (1e3 * lines[step - 1]["angle_mean"] for step in (3, 9))
-    assert found["angle at full rate (mrad)"] == f"{first:.2f} - {last:.2f}"
+@pytest.mark.parametrize(
+    ("kind", "first", "last"), [("wsd", 3, 9), ("constant", 3, 12), ("cosine", 1, 12)]
+)
+def test_the_summary_of_a_run(tmp_path: Path, kind: str, first: int, last: int) -> None:
+    """Its angles are those of the constant phase, where it has one."""
+    spec = spec_of(steps=12, average="0.5")
+    spec = replace(spec, schedule=replace(spec.schedule, kind=kind, warmup=2, decay=0.25))
+    lines = [{"step": step, "loss": 3.0, "angle_mean": 1e-3 * step} for step in range(1, 13)]
+    lines[-1] |= {"val_loss": 2.5, "val_loss_averaged_0.5": 2.25}
+    write_lines(tmp_path / "run", spec, lines)
+    values = summary(RunDir(tmp_path / "run"))
+    assert values["aux lr"] == spec.optim.lr  # not set: as lr
+    assert (values["validation loss"], values["of the average, 0.5"]) == (2.5, 2.25)
+    assert values["angle at full learning rate (mrad)"] == f"{first:.2f} - {last:.2f}"

@@ -41,7 +41,6 @@ def test_a_line_carries_what_scripts_rely_on(data, tmp_path) -> None:
     assert {"val_perplexity", "val_bits_per_byte"} <= last.keys()
     timing = [json.loads(x) for x in (tmp_path / "run" / "timing.jsonl").read_text().splitlines()]
     assert [line["step"] for line in timing] == [line["step"] for line in parsed]
-    assert all(line["runs_at_once"] >= 1 for line in timing)  # other tests may train beside it
 
 
 @pytest.mark.parametrize(

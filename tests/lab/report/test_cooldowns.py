@@ -1,28 +1,21 @@
-"""A sweep's longer cool-downs, and its speeds: numbers by hand, and what is missing is said."""
+"""A sweep's longer cooldowns: numbers by hand, and warnings about what is missing."""
 
 import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from angular_lab.report.cooldowns import share_form
+from angular_lab.report.figures import sweep_figures
 from angular_lab.report.report import collect, make_report
 from angular_lab.report.runs import read_run
-from angular_lab.run_folder import RunFolder
-from tests.lab.report.test_report_sweeps import (
-    choosing,
-    no_git,  # noqa: F401  (a fixture)
-    spec_of,
-    table,
-    visible,
-    write_run,
-)
+from angular_lab.run_folder import RunDir
+from tests.lab.report.made import choosing, edit_json, spec_of, table, visible, write_run
 
-Losses = Mapping[tuple[str, float, int], float]  # by line, value and seed
+Losses = Mapping[tuple[str, float, int], float]  # by method, value and seed
 LONGER: Losses = {
     ("angular_muown", 0.01, 0): 3.0,
     ("angular_muown", 0.02, 0): 2.75,
@@ -38,23 +31,19 @@ OURS = "angular-muown-lr0.02-seed1-to200-longer"
 
 
 def add_longer(root: Path, losses: Losses = LONGER, speed: float = 10.0) -> Path:
-    """Every entry gets a cool-down over 40 of the 200 steps, those with a loss a finished run."""
+    """Give every entry a cooldown over 40 of the 200 steps, those with a loss a finished run."""
     content = json.loads((root / "sweep.json").read_text())
     for entry in content["entries"]:
         normal = entry["folders"]["200"]
         entry["longer"] = f"{normal}-longer"
         key = entry["label"], entry["value"], entry["seed"]
         if key in losses:
-            spec = RunFolder(root / normal).read_spec()
+            spec = RunDir(root / normal).read_spec()
             schedule = replace(spec.schedule, decay_steps=40)
             spec = replace(spec, parent_step=160, schedule=schedule)
             write_run(root / entry["longer"], spec, losses[key], speed=speed)
     (root / "sweep.json").write_text(json.dumps(content))
     return root
-
-
-def edit_json(path: Path, **values: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def warnings_of(root: Path) -> list[str]:
@@ -88,8 +77,8 @@ def test_numbers_by_hand(tmp_path: Path) -> None:
     assert "at step 100, 200, and a longer one (20% of the steps) to the last." in words
     runs = table(tmp_path / "out", "small-runs")
     found = {
-        (row["line"], float(row["lr"]), int(row["seed"])): float(
-            row["200k tokens, longer cool-down"]
+        (row["method"], float(row["lr"]), int(row["seed"])): float(
+            row["200k tokens, longer cooldown"]
         )
         for row in runs
     }
@@ -97,20 +86,23 @@ def test_numbers_by_hand(tmp_path: Path) -> None:
     assert {row["status"] for row in runs} == {"done"}
 
 
-def test_nothing_else_is_touched(tmp_path: Path) -> None:
-    """Other losses and another speed on the longer cool-downs move no other number or curve."""
+def test_longer_cooldowns_change_no_other_number_or_curve(tmp_path: Path) -> None:
     plain, out = choosing(tmp_path / "a" / "small"), tmp_path / "out"
+    longer = add_longer(choosing(tmp_path / "b" / "small"))
+    before, after = (collect([root], [])[0][0] for root in (plain, longer))
+    assert sweep_figures(before) == sweep_figures(after)
+    assert before.warnings == after.warnings
     make_report([plain], out / "plain")
-    make_report([add_longer(choosing(tmp_path / "b" / "small"))], out / "longer")
-    own = {"small-cool-downs", "small-pairs-longer"}
-    for kind in ("tables/*.csv", "figures/*.png"):
-        before, after = ({p.stem: p for p in (out / x).glob(kind)} for x in ("plain", "longer"))
-        assert after.keys() - before.keys() == (own if "csv" in kind else set())
-        for name in before.keys() - {"small-runs"}:
-            assert before[name].read_bytes() == after[name].read_bytes(), name
-    slow = {row["tokens/s"] for row in table(out / "longer", "small-runs")}
-    assert slow == {"1000.0"}
-    assert warnings_of(tmp_path / "b" / "small") == warnings_of(plain)
+    make_report([longer], out / "longer")
+    tables = [
+        {p.stem: p.read_text() for p in (out / x / "tables").glob("*.csv")}
+        for x in ("plain", "longer")
+    ]
+    added = {"small-cool-downs", "small-pairs-longer"}
+    assert tables[1].keys() - tables[0].keys() == added
+    for name in tables[0].keys() - {"small-runs"}:
+        assert tables[0][name] == tables[1][name], name
+    assert {row["tokens/s"] for row in table(out / "longer", "small-runs")} == {"1000.0"}
 
 
 def test_before_the_judging_seeds_are_done(tmp_path: Path) -> None:
@@ -192,69 +184,3 @@ def test_shares_are_those_of_the_runs(tmp_path: Path) -> None:
     assert form((200, 25)) == "12.5%"
     assert form((200, 40), (100, 20), (200, 10)) == "5% or 20%"
     assert form() == ""
-
-
-def test_speed_of_training(tmp_path: Path) -> None:
-    speeds = {"adamw": 2000.0, "angular_muown": 1000.0}
-    root = choosing(tmp_path / "small", speeds=speeds)
-    slow = root / "adamw-lr0.002-seed1-to100" / "timing.jsonl"
-    slow.write_text('{"step": 100, "tokens_per_second": 500.0, "runs_at_once": 1}\n')
-    make_report([root], tmp_path / "out")
-    adamw, ours = table(tmp_path / "out", "small-pace")
-    assert float(adamw["tokens/s"]) == 2000  # one slow run in nine does not move the median
-    assert (adamw["slowest run"], adamw["fastest run"]) == ("500.0", "2000.0")
-    assert adamw["runs"] == "9"  # three seeds: a trunk and two cool-downs each
-    assert float(ours["minutes to 200k tokens"]) == pytest.approx(200_000 / 1000 / 60)
-    relative = "time relative to angular_muown"
-    assert (float(adamw[relative]), float(ours[relative])) == (0.5, 1.0)
-    assert ours["device"] == "cpu"
-
-
-def test_speeds_of_a_shared_device_are_not_compared(tmp_path: Path) -> None:
-    """A run beside others logs the speed of its share."""
-    speeds = {"adamw": 2000.0, "angular_muown": 1000.0}
-    root = choosing(tmp_path / "small", speeds=speeds)
-    beside = '{"step": 100, "tokens_per_second": 500.0, "runs_at_once": 4}\n'
-    for path in root.glob("adamw-lr0.002-seed1*/timing.jsonl"):
-        path.write_text(beside)
-    make_report([root], tmp_path / "out")
-    adamw, ours = table(tmp_path / "out", "small-pace")
-    relative = "time relative to angular_muown"
-    assert (adamw["at once"], ours["at once"]) == ("1 to 4", "1")
-    assert float(adamw[relative]) == 0.5  # by what the other seeds logged alone
-    for unknown in (beside, '{"step": 100, "tokens_per_second": 500.0}\n'):
-        for path in root.glob("adamw*/timing.jsonl"):
-            path.write_text(unknown)
-        make_report([root], tmp_path / "out")
-        adamw, _ = table(tmp_path / "out", "small-pace")
-        why = "cannot be computed: adamw has no speed logged with the device to itself"
-        assert (adamw["tokens/s"], adamw["minutes to 200k tokens"]) == ("", "")
-        assert adamw[relative] == why
-        (speed,) = table(tmp_path / "out", "small-speed-up")
-        assert speed["in wall-clock"] == why
-    assert adamw["at once"] == ""  # the log does not say
-
-
-def test_speeds_that_cannot_be_compared(tmp_path: Path) -> None:
-    root = choosing(tmp_path / "small")
-    for path in root.glob("adamw*/spec.json"):
-        edit_json(path, versions={"device": "gpu"})
-    relative = "time relative to angular_muown"
-    make_report([root], tmp_path / "out")
-    adamw, ours = table(tmp_path / "out", "small-pace")
-    assert adamw[relative] == "cannot be computed: they ran on cpu, gpu"
-    assert float(ours[relative]) == 1
-    for path in root.glob("adamw*/spec.json"):
-        edit_json(path, made_in="another/run")
-    make_report([root], tmp_path / "out")
-    adamw, _ = table(tmp_path / "out", "small-pace")
-    assert adamw[relative] == "cannot be computed: adamw has no run that was made in this sweep"
-    for path in root.glob("adamw*/DONE"):
-        path.unlink()
-    make_report([root], tmp_path / "out")
-    adamw, _ = table(tmp_path / "out", "small-pace")
-    assert adamw[relative] == "cannot be computed: adamw has no finished run"
-    for path in root.glob("*/timing.jsonl"):
-        path.unlink()
-    make_report([root], tmp_path / "none")
-    assert not list((tmp_path / "none" / "tables").glob("*pace*"))

@@ -1,14 +1,14 @@
-"""Runs that belong to no sweep: a table, their curves, and whether they may be compared."""
+"""Runs that belong to no sweep: a table, their curves, and which of them can be compared."""
 
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from angular_lab.report.figures import Figure, colors, loss_top
+from angular_lab.report.figures import colors, loss_top
 from angular_lab.report.page import Section
-from angular_lab.report.plots import Panel, Trace
-from angular_lab.report.runs import Run
+from angular_lab.report.plots import Figure, Panel, Trace
 from angular_lab.report.tables import Mark, Table, loss
+from angular_lab.run_folder import Run
 
 KEYS = (
     ("val_loss", "validation loss", "Validation loss"),
@@ -19,7 +19,7 @@ KEYS = (
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
-    """The optimizer's name where that tells the runs apart, the folder's where not."""
+    """Return the optimizers' names if they tell the runs apart, else the folders'."""
     names = [run.spec.optim.name for run in runs]
     if len(set(names)) == len(names):
         return names
@@ -30,30 +30,30 @@ def labels(runs: Sequence[Run]) -> list[str]:
 
 
 def _angles(run: Run) -> list[float]:
-    """Between warm-up and cool-down, where the rate says nothing of its own; all without those."""
-    found = [(x["step"], x["angle_mean"]) for x in run.metrics if "angle_mean" in x]
-    warm, until = run.spec.schedule.warmup, run.full_rate_until
-    return [a for step, a in found if warm < step <= until] or [a for _, a in found]
+    """Return the angles of the constant phase, or all if none was logged there."""
+    angles = run.values("angle_mean")
+    constant = [angle for step, angle in angles.items() if step in run.spec.constant_phase]
+    return constant or list(angles.values())
 
 
 def row(run: Run) -> dict[str, Any]:
-    """Where a run ended and how fast it was."""
-    last = run.metrics[-1] if run.metrics else {}
-    evaluated = next((x for x in reversed(run.metrics) if "val_loss" in x), {})
+    """Return where a run ended and how fast it was."""
+    last = run.metrics[-1] if run.metrics else None
+    evaluated = run.evaluations[-1].get if run.evaluations else lambda _: None
     angles = _angles(run)
     return {
         "optimizer": run.spec.optim.name,
         "lr": run.spec.optim.lr,
-        "aux lr": run.spec.optim.spelled_out().aux_lr,
-        "steps": last.get("step"),
-        "tokens": last.get("tokens"),
-        "validation loss": evaluated.get("val_loss"),
+        "aux lr": run.spec.optim.with_all_rates().aux_lr,
+        "steps": last.step if last else None,
+        "tokens": last.tokens if last else None,
+        "validation loss": evaluated("val_loss"),
         **{
-            f"of the average, {window:g}": evaluated.get(name)
+            f"of the average, {window:g}": evaluated(name)
             for window, name in run.spec.averages.items()
         },
-        "bits per byte": evaluated.get("val_bits_per_byte"),
-        "angle at full rate (mrad)": f"{1e3 * angles[0]:.2f} - {1e3 * angles[-1]:.2f}"
+        "bits per byte": evaluated("val_bits_per_byte"),
+        "angle at full learning rate (mrad)": f"{1e3 * angles[0]:.2f} - {1e3 * angles[-1]:.2f}"
         if angles
         else None,
         "tokens/s": run.speed,
@@ -61,18 +61,17 @@ def row(run: Run) -> dict[str, Any]:
 
 
 def single_section(runs: Sequence[Run], key: str, title: str) -> Section:
-    """Runs of one kind of data: `groups` makes sure of it."""
+    """Return the section of runs that can be compared (see `groups`)."""
     rows = []
     for run in runs:
         values = row(run)
-        final = values["validation loss"]
-        values["validation loss"] = loss(final)
+        values["validation loss"] = loss(values["validation loss"])
         extra = {"seed": run.spec.seed, "status": run.status}
         rows.append(values | extra | {"folder": Mark(str(run.folder), "", run.name)})
-    note = "One run each: a difference between two of them is no evidence without more seeds."
+    note = "One run each: without more seeds a difference between two of them proves nothing."
     warnings = [
-        f"{run.folder} is {run.status}: its last line is at step "
-        f"{run.metrics[-1]['step'] if run.metrics else 0:,} of {run.spec.steps:,}"
+        f"{run.folder} is {run.status}: its last logged step is "
+        f"{run.metrics[-1].step if run.metrics else 0:,} of {run.spec.steps:,}"
         for run in runs
         if run.status != "done"
     ]
@@ -102,7 +101,7 @@ def _figure(runs: Sequence[Run], key: str, name: str, axis: str, what: str) -> F
 
 
 def groups(runs: Sequence[Run], warnings: list[str]) -> list[list[Run]]:
-    """Runs whose losses may be compared, together; the largest group first."""
+    """Group the runs whose losses can be compared; the largest group comes first."""
     kinds = Counter(run.comparable for run in runs)
     if len(kinds) > 1:
         listed = "; ".join(
@@ -111,6 +110,6 @@ def groups(runs: Sequence[Run], warnings: list[str]) -> list[list[Run]]:
         )
         warnings.append(
             f"The single runs differ in data or vocabulary ({listed}): their losses are not "
-            "comparable, so each kind has its own section"
+            "comparable, so each group has its own section"
         )
     return [[run for run in runs if run.comparable == kind] for kind, _ in kinds.most_common()]
