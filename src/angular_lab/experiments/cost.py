@@ -6,6 +6,7 @@ from angular_lab.config.spec import ModelSpec
 from angular_lab.experiments.comparison import EXPERIMENTS, experiment
 from angular_lab.experiments.definition import SCALES, Experiment
 from angular_lab.models import build_model
+from angular_lab.report.tables import Mark, Row, text_table
 from angular_lab.show import duration, rate_here
 
 
@@ -42,17 +43,14 @@ def cost(plan: Experiment) -> tuple[int, float, float]:
 def listing(only: str = "") -> str:
     """Of all scales, or of one."""
     rate, source = rate_here()
-    rows = [
-        f"{'experiment':13} {'scale':6} {'runs':>5} {'tokens':>9} {'FLOP':>9} {'time here':>14}"
-    ]
+    rows: list[Row] = []
     for name in EXPERIMENTS:
         for scale in (only,) if only else SCALES:
             plan = experiment(name, scale)
             runs, tokens, operations = cost(plan)
-            time = duration(operations / rate)
-            rows.append(
-                f"{name:13} {scale:6} {runs:5} {tokens:9.2e} {operations:9.2e} {time:>14}"
-                f"  {plan.title}"
-            )
-    rows.append(f"time on this machine at {rate / 1e12:.3g} TFLOP/s ({source})")
-    return "\n".join(rows)
+            row: Row = {"experiment": name, "scale": scale, "runs": runs}
+            row["tokens"] = Mark(tokens, text=f"{tokens:.2e}")
+            row["FLOP"] = Mark(operations, text=f"{operations:.2e}")
+            row["time here"] = duration(operations / rate)
+            rows.append(row | {"title": plan.title})
+    return f"{text_table(rows)}\ntime on this machine at {rate / 1e12:.3g} TFLOP/s ({source})"
