@@ -37,13 +37,9 @@ theory: $(VENV)/.installed
 	mkdir -p docs/figures/theory
 	cp build/theory/figures/*.svg docs/figures/theory/
 
-# The report on the kept runs; docs/evidence.md shows its tables and figures.
+# What README.md and docs/ quote of the kept results: results/facts.json, marked numbers, figures.
 evidence: $(VENV)/.installed
-	rm -rf build/evidence
-	mkdir -p build/evidence/runs docs/figures/evidence
-	set -e; for archive in results/s/*.tar.xz; do tar -xf $$archive -C build/evidence/runs; done
-	$(BIN)/angular-lab report build/evidence/runs --out build/evidence
-	cd build/evidence/figures && cp $(patsubst %,teaser-s-%.svg,horizons above-ours loss-by-value angles) angles-s-angles.svg rivals-s-angles.svg $(CURDIR)/docs/figures/evidence/
+	$(BIN)/python -m evidence
 
 format: $(VENV)/.installed
 	$(BIN)/ruff format .

@@ -1,0 +1,30 @@
+"""`python -m evidence`: results/facts.json and what documents show, from the kept results."""
+
+import shutil
+
+from evidence import documents, facts
+from evidence.kept import ROOT, Kept
+
+BUILD = ROOT / "build" / "evidence"
+
+
+def main() -> None:
+    shutil.rmtree(BUILD, ignore_errors=True)
+    kept = Kept.unpacked(BUILD)
+    computed = facts.compute(kept)
+    tables = facts.tables(kept, computed)
+    names: set[str] = set()
+    for path in documents.DOCUMENTS:
+        text = path.read_text()
+        names |= documents.names(text)
+        try:
+            path.write_text(documents.fill(text, computed, tables))
+        except ValueError as error:
+            raise SystemExit(f"{path.relative_to(ROOT)}: {error}") from None
+    facts.write(computed, names)
+    for name in documents.figures():
+        shutil.copy(BUILD / "figures" / name, documents.FIGURES / name)
+    print(f"{facts.FILE}: {len(names)} facts\n{BUILD / 'index.html'}: all runs")
+
+
+main()

@@ -1,0 +1,99 @@
+"""results/facts.json and the documents agree with the kept results."""
+
+import pytest
+
+from angular_lab.experiments.definition import SETTLED
+from evidence import documents, facts
+from evidence.comparison import Comparison
+from evidence.documents import DOCUMENTS, fill
+from evidence.kept import ROOT, Kept
+
+STALE = "run `make evidence` and look at what it changed"
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Kept:
+    return Kept.unpacked(tmp_path_factory.mktemp("evidence"))
+
+
+def test_facts_and_documents_are_up_to_date(kept: Kept) -> None:
+    computed = facts.compute(kept)
+    names = set().union(*(documents.names(path.read_text()) for path in DOCUMENTS))
+    quoted = {name: computed[name] for name in names}
+    assert facts.read() == pytest.approx(quoted, rel=1e-9), STALE
+    tables = facts.tables(kept, computed)
+    for path in DOCUMENTS:
+        text = path.read_text()
+        assert text == fill(text, computed, tables), f"{path.relative_to(ROOT)}: {STALE}"
+
+
+def test_documents_show_exactly_the_kept_figures(kept: Kept) -> None:
+    shown = documents.figures()
+    assert shown == {path.name for path in documents.FIGURES.iterdir()}
+    assert shown <= {path.name for path in (kept.folder / "figures").iterdir()}
+
+
+def test_ablations_use_the_learning_rates_that_the_comparison_chose(kept: Kept) -> None:
+    assert Comparison(kept).best == SETTLED
+
+
+FACTS = {"lead": 0.0154, "behind": -0.25, "runs": 9, "tokens": 13000, "lowest": True, "even": False}
+TABLES = {
+    "runs": [["method", "seed", "loss", "note"], ["a", "0", "**1.5**", "-"], ["b", "1", "2", "-"]],
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "filled"),
+    [
+        ("by <!--=lead:.3f-->0.016.", "by <!--=lead:.3f-->0.015."),
+        ("by <!--=lead:.2f--> nat", "by <!--=lead:.2f-->0.02 nat"),
+        ("<b><!--=behind:-.0%-->30% lower", "<b><!--=behind:-.0%-->25% lower"),
+        ("all <!--=runs:word-->four runs", "all <!--=runs:word-->nine runs"),
+        ("in <!--=tokens:,-->12,000, or", "in <!--=tokens:,-->13,000, or"),
+        ("the lowest<!--?lowest-->", "the lowest<!--?lowest-->"),
+        (
+            "<!-- table: runs -->\n\n| loss |\n| --- |\n| 3 |\n\nEnd",
+            "<!-- table: runs -->\n\n| method | seed | loss |\n| --- | --- | --- |\n"
+            "| a | 0 | **1.5** |\n| b | 1 | 2 |\n\nEnd",
+        ),
+        (
+            "<!-- table: runs; rows: 1.* | c; without: seed -->\n\nEnd",
+            "<!-- table: runs; rows: 1.* | c; without: seed -->\n\n| method | loss |\n"
+            "| --- | --- |\n| a | **1.5** |\n\nEnd",
+        ),
+    ],
+)
+def test_marks_are_filled_in(text: str, filled: str) -> None:
+    assert fill(text, FACTS, TABLES) == filled
+    assert fill(filled, FACTS, TABLES) == filled
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("by <!--=leads:.3f-->0.015", "'leads', which is not computed"),
+        ("lowest<!--?lowest_of_all-->", "'lowest_of_all', which is not computed"),
+        ("level<!--?even-->", "even is not true: rewrite the text"),
+        ("of 9<!--?runs-->", "runs is not true"),
+        ("- <!--=runs--> runs", "a mark begins a line or a list item: - <!--=runs-->"),
+        ("by <!--=lead:.3f->0.015", "a mark that cannot be read"),
+        ("<!-- table: runs -->\n| a |\n", "a mark that cannot be read"),
+        ("<!-- table: pairs -->\n\n", "'pairs', which is not computed"),
+        ("<!-- table: runs; without: reason -->\n\n", "seed, loss, note has no without: reason"),
+        ("<!-- table: runs; rows: c -->\n\n", "has no rows: c"),
+    ],
+)
+def test_marks_that_cannot_be_filled_in_are_errors(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("?", r"\?")):
+        fill(text, FACTS, TABLES)
+
+
+def test_a_stale_number_or_table_in_a_document_is_found() -> None:
+    text = (ROOT / "docs" / "log.md").read_text()
+    quoted = facts.read()
+    assert fill(text, quoted, {}) == text
+    mark = "<!--=variants.loss.log_radius:.4f-->"
+    stale = text.replace(f"{mark}3.5999", f"{mark}3.5998")
+    assert stale != text
+    assert fill(stale, quoted, {}) == text
