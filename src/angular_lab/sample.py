@@ -71,7 +71,7 @@ def load_run(
     except checkpoint.DamagedError as error:
         raise error.advise("take it with --step {}") from None
     for window in names:
-        averages.put(window)
+        averages.replace_weights(window)
     return model
 
 
