@@ -1,4 +1,4 @@
-"""`make demo`: four optimizers on text that this machine has, and a page to look at."""
+"""`make demo`: train four optimizers on a corpus that every machine has, and open a report."""
 
 import sys
 import webbrowser
@@ -16,9 +16,9 @@ from angular_lab.sample import generate, load_run, tokenizer_of
 from angular_lab.training.ranks import Ranks
 from angular_lab.training.start import data_folder, train
 
-# name, lr, aux_lr, weight decay: each at the best of its grid, results/demo_grid.json (AdamW at the
-# lower of two equal rates: the higher one failed once). 300 steps are few for kappa, and one seed
-# is no evidence: no ranking follows from this.
+# name, lr, aux_lr, weight decay: the best of each grid in results/demo_grid.json (for AdamW, the
+# lower of two equally good learning rates: the higher one diverged once). 300 steps are few for
+# kappa to decay, and one seed is not evidence: these runs do not rank the optimizers.
 RUNS = (
     ("adamw", 2e-3, 2e-3, 0.1),
     ("muon", 0.01, 4e-3, 0.1),
@@ -49,13 +49,13 @@ def run_demo(out: Path, steps: int = 0) -> Path:
     before = generate(untrained, tokenizer, PROMPT)
     after = generate(load_run(folders[-1]), tokenizer, PROMPT)
     size = f"One seed, {spec.steps} steps, a tiny model"
-    note = f"{size}: this shows the lab at work, not which is best."
+    note = f"{size}: this demonstrates the lab, not which optimizer is best."
     print("\n" + text_table([summary(RunFolder(folder)) for folder in folders]))
     print(f"\n{note}")
     print(f"\nbefore training:\n{before!r}\n\nafter training with {RUNS[-1][0]}:\n{after}")
     texts = [
         ("A sample before training", before),
-        (f"... and after, by {RUNS[-1][0]}", after),
+        (f"... and after training with {RUNS[-1][0]}", after),
     ]
     page = write_report(folders, out, "Four optimizers on Python's standard library", texts, [note])
     if sys.stdout.isatty():

@@ -1,4 +1,4 @@
-"""Text from a trained run."""
+"""Load the model of a run and generate text with it."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from angular_lab.training.ranks import Ranks
 
 
 def check_sampling(length: int = 0, temperature: float = 0.0) -> None:
-    """Raise ValueError if no text can be generated with these settings."""
+    """Raise ValueError if a setting of `generate` is not valid."""
     for name, value in (("length", length), ("temperature", temperature)):
         if not value >= 0:
             raise ValueError(f"--{name} {value:g}: it must be at least 0")
@@ -30,7 +30,7 @@ def generate(
     top_k: int = 50,
     seed: int = 0,
 ) -> str:
-    """Continue the prompt by `length` tokens; the same seed gives the same text."""
+    """Continue the prompt by at most `length` tokens; the same seed gives the same text."""
     check_sampling(length, temperature)
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
@@ -40,8 +40,8 @@ def generate(
         window = torch.tensor([ids[-model.spec.sequence :]], device=device)
         logits = model(window)[0, -1, : tokenizer.vocabulary].float()
         best = logits.topk(min(top_k, len(logits)))
-        chances = torch.softmax(best.values / max(temperature, 1e-6), dim=-1)
-        choice = int(best.indices[torch.multinomial(chances, 1, generator=generator)])
+        probabilities = torch.softmax(best.values / max(temperature, 1e-6), dim=-1)
+        choice = int(best.indices[torch.multinomial(probabilities, 1, generator=generator)])
         if choice == tokenizer.end_of_text:
             break
         ids.append(choice)
@@ -52,16 +52,19 @@ def generate(
 def load_run(
     path: Path, device: str = "cpu", average: float | None = None, step: int | None = None
 ) -> LanguageModel:
-    """Return the model of a run at a step, by default that of its newest checkpoint; with
-    `average`, that average of its weights."""
+    """Return the model of a run, with an average of its weights if `average` is a window.
+
+    The default of `step` is the newest checkpoint.
+    """
     run = RunFolder(path)
     spec = run.read_spec()
     folder = checkpoint.find(run.checkpoints, step)
     names = {window: name for window, name in spec.averages.items() if window == average}
     if average is not None and not names:
-        kept = ", ".join(map(str, spec.averages)) or "none"
+        windows = ", ".join(map(str, spec.averages)) or "none"
         raise ValueError(
-            f"average={average}: {path} keeps {kept}; a run keeps those that it is started with"
+            f"average={average:g} is not one of the averages of {path}: {windows}; they are set "
+            "when a run is started"
         )
     model = build_model(spec.model).to(device)
     ranks = Ranks(0, 1, torch.device(device))
@@ -69,14 +72,14 @@ def load_run(
     try:
         checkpoint.load(folder, model, None, ranks, averages)
     except checkpoint.DamagedError as error:
-        raise error.advise("take it with --step {}") from None
+        raise error.advise("use it with --step {}") from None
     for window in names:
-        averages.put(window)
+        averages.replace_weights(window)
     return model
 
 
 def tokenizer_of(data: Path) -> Tokenizer:
     path = data / TOKENIZER
     if not path.exists():
-        raise ValueError(f"{data} has no {TOKENIZER}: text cannot be made from its tokens")
+        raise ValueError(f"{data} has no {TOKENIZER}: its tokens cannot be decoded to text")
     return load_tokenizer(str(path))

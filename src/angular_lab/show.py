@@ -1,4 +1,4 @@
-"""What a run will be, before it is: values, plan, size, time."""
+"""Describe a run before it is started: settings, parameter groups, size, time."""
 
 import json
 import time
@@ -11,7 +11,7 @@ from angular_lab.training.build import make_optimizer
 from angular_lab.training.progress import peak_flops
 
 DAY = 86_400  # seconds
-USUAL_MFU = 0.4  # of a well-fed GPU; on the CPU the rate is measured instead
+USUAL_MFU = 0.4  # of a GPU that does not wait for the host; on a CPU the speed is measured
 
 
 def describe(spec: Spec) -> str:
@@ -41,25 +41,25 @@ def _plan(model: LanguageModel, spec: Spec) -> str:
     optimizer = make_optimizer(model, spec)
     rows = []
     for group in optimizer.param_groups:
-        rule = group.get("algorithm", "adamw")
-        cut = f" in {group['blocks']} blocks" if group.get("blocks") else ""
+        algorithm = group.get("algorithm", "adamw")
+        blocks = f" in {group['blocks']} blocks" if group.get("blocks") else ""
         view = f" ({group['view']})" if group.get("view", "matrix") != "matrix" else ""
         count = sum(p.numel() for p in group["params"])
         names = group.get("param_names", [])
         rows.append(
-            f"{rule}{view}{cut}: {len(group['params'])} parameters, {count:,} elements, "
+            f"{algorithm}{view}{blocks}: {len(group['params'])} parameters, {count:,} elements, "
             f"lr {group['lr']:g}, weight decay {group['weight_decay']:g}; first {names[0]}"
         )
     return f"{type(optimizer).__name__}\n" + "\n".join(f"  {row}" for row in rows)
 
 
 def _state_bytes(parameters: int, averages: int) -> int:
-    """Weights, gradients, at most two moments, averages; float32."""
+    """Return the bytes of weights, gradients, two moments and averages in float32."""
     return parameters * (4 + 4 + 8 + 4 * averages)
 
 
 def rate_here() -> tuple[float, str]:
-    """FLOP/s to expect here, and where the figure comes from."""
+    """Return the FLOP/s to expect on this machine and where the number comes from."""
     if torch.cuda.is_available():
         peak = peak_flops(torch.device("cuda"))
         if peak is not None:
@@ -72,7 +72,7 @@ def rate_here() -> tuple[float, str]:
         B = A @ A
     B.sum().item()
     measured = 5 * 2 * 1024**3 / (time.perf_counter() - start)
-    return 0.5 * measured, "half of a matrix product's rate, measured now"
+    return 0.5 * measured, "half of a matrix product's speed, measured now"
 
 
 def duration(seconds: float) -> str:

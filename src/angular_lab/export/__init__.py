@@ -1,1 +1,1 @@
-"""A run for other programs."""
+"""Runs in the formats of other programs."""

@@ -1,6 +1,6 @@
-"""Weights to and from Hugging Face transformers: dense as Llama, qwen2 as Qwen2.
+"""Convert weights to and from Hugging Face transformers: dense as Llama, qwen2 as Qwen2.
 
-The lab fuses q, k, v and gate, up; transformers keeps them apart. Nothing else differs, so an
+The lab fuses q, k, v and gate, up; transformers has separate weights. Nothing else differs, so an
 exported checkpoint gives the same logits.
 """
 
@@ -18,11 +18,11 @@ from angular_lab.data.tokenizer import Tokenizer
 from angular_lab.models import LanguageModel
 from angular_lab.models.layers import head_size, kv_heads, mlp_width, qkv_rows
 
-Exported = tuple[dict[str, Tensor], dict[str, Any]]  # state and configuration
+Exported = tuple[dict[str, Tensor], dict[str, Any]]  # state dict and configuration
 
 EMBEDDING, HEAD = "embedding.weight", "lm_head.weight"
 OUTER = {EMBEDDING: "model.embed_tokens.weight", "norm.weight": "model.norm.weight", HEAD: HEAD}
-# A parameter of a layer here -> its parts there, from the first row to the last.
+# The lab's parameter of a layer -> its parts in transformers, from the first row to the last.
 INNER = {
     "attn_norm.weight": ("input_layernorm.weight",),
     "attn.qkv.weight": tuple(f"self_attn.{part}_proj.weight" for part in "qkv"),
@@ -35,38 +35,38 @@ INNER = {
 
 
 def to_llama(model: LanguageModel) -> Exported:
-    """State and configuration of the LlamaForCausalLM that computes what the dense model does."""
+    """Return the state and configuration of the LlamaForCausalLM equal to a dense model."""
     config = {"attention_bias": False, "mlp_bias": False, "head_dim": head_size(model.spec)}
     return _to_transformers(model, "dense", "llama", "LlamaForCausalLM", config)
 
 
 def to_qwen2(model: LanguageModel) -> Exported:
-    """State and configuration of the Qwen2ForCausalLM that computes what the qwen2 model does."""
+    """Return the state and configuration of the Qwen2ForCausalLM equal to a qwen2 model."""
     config = {"use_sliding_window": False}
     return _to_transformers(model, "qwen2", "qwen2", "Qwen2ForCausalLM", config)
 
 
 def from_qwen2(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state of a Qwen2ForCausalLM as one for `load_state_dict` of the qwen2 model."""
+    """Convert the state of a Qwen2ForCausalLM for `load_state_dict` of a qwen2 model."""
     taken = set()
 
     def take(names: tuple[str, ...]) -> Tensor:
         missing = [name for name in names if name not in state]
         if missing:
-            raise ValueError(f"the Qwen2 state has no {', '.join(missing)}")
+            raise ValueError(f"the Qwen2 state lacks {', '.join(missing)}")
         taken.update(names)
         return torch.cat([state[name] for name in names])
 
-    tied = HEAD not in state  # files of tied models hold the matrix once
-    own = {name: take((OUTER[EMBEDDING if tied and name == HEAD else name],)) for name in OUTER}
+    tied = HEAD not in state  # files of tied models contain the matrix once
+    weights = {name: take((OUTER[EMBEDDING if tied and name == HEAD else name],)) for name in OUTER}
     layers = {name.split(".")[2] for name in state if name.startswith("model.layers.")}
     for layer in sorted(layers, key=int):
         for name, parts in INNER.items():
-            theirs = tuple(f"model.layers.{layer}.{part}" for part in parts)
-            own[f"layers.{layer}.{name}"] = take(theirs)
+            names = tuple(f"model.layers.{layer}.{part}" for part in parts)
+            weights[f"layers.{layer}.{name}"] = take(names)
     if unknown := sorted(set(state) - taken):
-        raise ValueError(f"these are no weights of Qwen2: {', '.join(unknown)}")
-    return own
+        raise ValueError(f"these are not weights of Qwen2: {', '.join(unknown)}")
+    return weights
 
 
 EXPORTS: dict[str, Callable[[LanguageModel], Exported]] = {"dense": to_llama, "qwen2": to_qwen2}
@@ -78,8 +78,10 @@ def export(
     folder: str | PathLike[str],
     tokenizer: Tokenizer | None = None,
 ) -> None:
-    """Write config.json and model.safetensors, for `from_pretrained(folder)` of transformers; with
-    a tokenizer, its files too. Its token between documents begins and ends a text."""
+    """Write config.json and model.safetensors for `from_pretrained(folder)` of transformers.
+
+    With a tokenizer, write its files too; its end-of-text token begins and ends a document.
+    """
     try:
         from safetensors.torch import save_file
     except ImportError as error:
@@ -87,7 +89,10 @@ def export(
             "export needs the package safetensors: pip install -e '.[lab]'"
         ) from error
     if spec.kind not in EXPORTS:
-        raise ValueError(f"transformers has no model like {spec.kind!r}, only {sorted(EXPORTS)}")
+        raise ValueError(
+            f"model.kind={spec.kind!r} cannot be exported: transformers has an equivalent only for "
+            f"{', '.join(map(repr, EXPORTS))}"
+        )
     if spec != model.spec:
         raise ValueError(f"the model was built from {model.spec}, not from {spec}")
     state, config = EXPORTS[spec.kind](model)
@@ -97,7 +102,7 @@ def export(
         config |= dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.end_of_text)
         for name, text in (tokenizer.for_transformers or {}).items():
             (path / name).write_text(text, "utf-8")
-    # Older releases of transformers refuse files that do not say which framework wrote them.
+    # Older releases of transformers reject files without the framework that wrote them.
     save_file(state, path / "model.safetensors", metadata={"format": "pt"})
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
@@ -108,8 +113,8 @@ def _to_transformers(
     spec = model.spec
     if spec.kind != kind or spec.soft_cap:
         raise ValueError(
-            f"{architecture} cannot be a model of kind {spec.kind!r} with soft_cap="
-            f"{spec.soft_cap:g}: it needs {kind!r} without a cap"
+            f"model.kind={spec.kind!r} with soft_cap={spec.soft_cap:g} cannot become a "
+            f"{architecture}, which needs {kind!r} with soft_cap=0"
         )
     shared = {
         "architectures": [architecture],
@@ -127,23 +132,23 @@ def _to_transformers(
         "rope_theta": spec.rope_base,
         "initializer_range": spec.init_std,
         "tie_word_embeddings": spec.tied,
-        "bos_token_id": None,  # the lab's tokens come from any tokenizer
+        "bos_token_id": None,  # depends on the tokenizer, see export()
         "eos_token_id": None,
     }
-    return _cut(model), shared | config
+    return _split_weights(model), shared | config
 
 
-def _cut(model: LanguageModel) -> dict[str, Tensor]:
-    """The state under transformers' names, every tensor on the CPU with storage of its own."""
+def _split_weights(model: LanguageModel) -> dict[str, Tensor]:
+    """Return the state under transformers' names, as copies on the CPU."""
     sizes = {3: qkv_rows(model.spec), 2: [mlp_width(model.spec)] * 2}
-    theirs: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
         if name in OUTER:
             if name != HEAD or not model.spec.tied:
-                theirs[OUTER[name]] = value
+                weights[OUTER[name]] = value
             continue
         _, layer, inner = name.split(".", 2)
         parts = INNER[inner]
         rows = value.split(sizes.get(len(parts), [len(value)]))
-        theirs |= {f"model.layers.{layer}.{p}": r for p, r in zip(parts, rows, strict=True)}
-    return {name: value.detach().cpu().clone() for name, value in theirs.items()}
+        weights |= {f"model.layers.{layer}.{p}": r for p, r in zip(parts, rows, strict=True)}
+    return {name: value.detach().cpu().clone() for name, value in weights.items()}

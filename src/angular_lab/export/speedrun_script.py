@@ -1,10 +1,10 @@
-"""Training for the optimization track of modded-nanogpt: data, ranks, the loop and its log.
+"""Train AngularMuown on the optimization track of modded-nanogpt.
 
-    torchrun --standalone --nproc_per_node=8 FILE.py        1 to 8 GPUs; or: python FILE.py
+    torchrun --standalone --nproc_per_node=8 FILE.py        on 1 to 8 GPUs; or: python FILE.py
 
-The numbers of the run are those of the recipe `speedrun` of angular_lab. What the track fixes is
-from its records/track_3_optimization/train_gpt_simple.py (commit 04447b4): data in order, the
-validation set and how often it is used, the source at the start of the log.
+Model, optimizer and schedule have the values of the lab's named run `speedrun`. The rest follows
+the track's records/track_3_optimization/train_gpt_simple.py (commit 04447b4): the training data in
+order, the validation set and how often it is evaluated, the source at the start of the log.
 """
 
 import argparse
@@ -14,83 +14,43 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from angular_lab.config.named_runs import speedrun
-from angular_lab.config.spec import ModelSpec, OptimSpec, ScheduleSpec
 from angular_lab.models.gpt_speedrun import GPTSpeedrun
 from angular_muown import AngularMuown, plan, wsd
 
-RECIPE = speedrun()
-# The recipe's numbers; in the exported file they stand here as values.
-STEPS = RECIPE.steps
-BATCH = RECIPE.batch  # sequences per step over all ranks
-MICRO_BATCH = RECIPE.micro_batch  # sequences per forward pass and rank
-SEED = RECIPE.seed
-CLIP = RECIPE.clip  # global gradient norm; 0: none
-MODEL: ModelSpec = RECIPE.model
-OPTIM: OptimSpec = RECIPE.optim
-SCHEDULE: ScheduleSpec = RECIPE.schedule
-
-# The track's own numbers.
-VAL_TOKENS = 20 * 524_288
-VAL_EVERY = 125
+RUN = speedrun()
+VAL_TOKENS = 20 * 524_288  # this and the next line: the track's
+VAL_EVERY = 125  # steps
 MAGIC, VERSION = 20240520, 1  # of a shard: 256 int32 (magic, version, number of tokens, zeros)
-HEADER = 512  # the header's length in tokens of 16 bits
+HEADER = 512  # length of that header in 16-bit tokens
 
 
-def runs_on(device: torch.device) -> bool:
-    """The library's GPU kernels are not part of this file: every step is `update` of the engine,
-    the same function in plain torch."""
-    return False
+class Ranks:
+    """The processes of a run, from torchrun's environment; one without it."""
 
-
-def knows(recipe: object) -> bool:
-    return False
-
-
-def covers_shards(*_: object) -> bool:
-    return False
-
-
-def chain_for(*_: object) -> tuple[object, ...]:
-    return ()
-
-
-def modelled_microseconds(*_: object) -> float:
-    return 0.0
-
-
-def advance_shards(*_: object) -> None:
-    raise RuntimeError("this file has no GPU kernels: install angular-muown for them")
-
-
-class FusedGroups:
-    """Stands for the kernels that this file leaves out; never made, because `runs_on` is False."""
-
-    def __init__(self, size: int) -> None:
-        raise RuntimeError("this file has no GPU kernels: install angular-muown for them")
-
-
-class Place(NamedTuple):
-    """This process among the ranks of the run."""
-
-    rank: int
-    world: int
-    device: torch.device
+    def __init__(self, device: str) -> None:
+        self.rank = int(os.environ.get("RANK", 0))
+        self.world = int(os.environ.get("WORLD_SIZE", 1))
+        self.device = torch.device(device)
+        if device == "cuda":
+            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+            torch.cuda.set_device(self.device)
+        if self.world > 1:
+            dist.init_process_group("nccl" if device == "cuda" else "gloo")
 
     def sum(self, t: Tensor) -> Tensor:
-        """In place, over the ranks."""
+        """Sum a tensor over the ranks, in place."""
         if self.world > 1:
             dist.all_reduce(t)
         return t
 
     def now(self) -> float:
-        """The time at which all ranks have done what they were told."""
+        """Return the time once all ranks have finished their work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         if self.world > 1:
@@ -98,125 +58,113 @@ class Place(NamedTuple):
         return time.perf_counter()
 
 
-def find_place(kind: str) -> Place:
-    """From torchrun's environment; without it, one rank."""
-    world, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
-    device = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if world > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    return Place(int(os.environ.get("RANK", 0)), world, device)
-
-
 def read_shard(path: Path) -> Tensor:
-    """The tokens of a file, mapped and not copied."""
+    """Return the tokens of a file as a memory map."""
     size = path.stat().st_size // 2
     if size < HEADER:
-        raise ValueError(f"{path} is no token shard: it is shorter than a header")
+        raise ValueError(f"{path} is not a token shard: it is shorter than a header")
     words = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint16)
     magic, version, count = words[:HEADER].view(torch.int32)[:3].tolist()
     if (magic, version, count) != (MAGIC, VERSION, size - HEADER):
         raise ValueError(
-            f"{path} is no token shard, or truncated: magic {magic}, version {version}, {count} "
-            f"tokens announced and {size - HEADER} there; wanted magic {MAGIC}, version {VERSION}"
+            f"{path} is not a complete token shard: its header has magic {magic}, version "
+            f"{version} and {count} tokens; expected {MAGIC}, {VERSION} and {size - HEADER}"
         )
     return words[HEADER:]
 
 
-def batches(folder: Path, split: str, tokens: int, sequence: int, place: Place) -> Iterator[Tensor]:
-    """This rank's windows of sequence + 1 tokens, batch after batch in the order of the files.
+def batches(folder: Path, split: str, tokens: int, sequence: int, ranks: Ranks) -> Iterator[Tensor]:
+    """Yield this rank's windows of sequence + 1 tokens, batch by batch in the order of the files.
 
-    A batch lies inside one file: the rest of a file that does not fill one is left out.
+    A batch never spans two files: the end of a file that does not fill a batch is skipped.
     """
     paths = sorted(folder.glob(f"fineweb_{split}_*.bin"))
-    share = tokens // place.world
+    share = tokens // ranks.world
     for path in paths:
         shard = read_shard(path)
-        for start in range(place.rank * share, len(shard) - tokens + place.rank * share, tokens):
-            tokens_here = shard[start : start + share + 1].to(torch.int64)
-            yield tokens_here.unfold(0, sequence + 1, sequence).to(place.device)
+        for start in range(0, len(shard) - tokens, tokens):
+            first = start + ranks.rank * share
+            ids = shard[first : first + share + 1].to(torch.int64)
+            yield ids.unfold(0, sequence + 1, sequence).to(ranks.device)
     raise ValueError(
         f"{folder} has {len(paths)} files fineweb_{split}_*.bin, too few for another {tokens} "
-        f"{split} tokens: give the folder with --data, or ask for fewer"
+        f"{split} tokens: set the folder with --data, or ask for fewer"
     )
 
 
 def make_optimizer(model: GPTSpeedrun, warmup: int) -> AngularMuown:
-    """Hidden matrices by AngularMuown, q, k and v each on its own; the rest by AdamW."""
-    o = OPTIM
-    scale: dict[str, Any] = {"scale": o.scale} if o.scale else {}  # "": the optimizer's own
-    blocks = model.blocks() if o.split_blocks else {}
-    aux = {"aux_lr": o.aux_lr or None, "aux_weight_decay": o.aux_weight_decay}
-    groups = plan(model, blocks=blocks, **aux)
+    """AngularMuown for hidden matrices (q, k and v separately), AdamW for all other parameters."""
+    groups = plan(model, blocks=model.blocks())
     for group in groups:
         if group["algorithm"] == "adamw":
             group["fused"] = next(model.parameters()).is_cuda
-    return AngularMuown(
-        groups, lr=o.lr, momentum=o.momentum, betas=(o.beta1, o.beta2),
-        weight_decay=o.weight_decay, warmup_steps=warmup, decay_scale=o.decay_scale,
-        decay_degree=o.decay_degree, orthogonalize=o.orthogonalize, radius=o.radius,
-        radius_lr=o.radius_lr or None, **scale,
-    )  # fmt: skip
+    optim = RUN.optim
+    return AngularMuown(groups, optim.lr, warmup_steps=warmup, decay_scale=optim.decay_scale)
 
 
-class Run:
-    """A model in training. `step` and `validate` are what the loop in `main` does."""
+class Training:
+    """A model and its optimizer; `main` calls `step` and `validate`."""
 
-    def __init__(self, options: argparse.Namespace, place: Place) -> None:
-        self.options, self.place = options, place
+    def __init__(self, options: argparse.Namespace, ranks: Ranks) -> None:
+        self.options, self.ranks = options, ranks
         names = ("vocabulary", "sequence", "layers", "width", "heads", "mlp")
         sizes = {name: getattr(options, name) for name in names}
-        self.model = GPTSpeedrun(replace(MODEL, **sizes))
+        self.model = GPTSpeedrun(replace(RUN.model, **sizes))
         self.model.init_weights(options.seed)  # drawn on the CPU: the same on every rank
-        self.model.to(place.device)
-        if on_gpu := place.device.type == "cuda":
+        self.model.to(ranks.device)
+        if on_gpu := ranks.device.type == "cuda":
             self.model.compile()
-        self.autocast = torch.autocast(place.device.type, torch.bfloat16, enabled=on_gpu)
+        self.autocast = torch.autocast(ranks.device.type, torch.bfloat16, enabled=on_gpu)
         self.optimizer = make_optimizer(self.model, options.warmup)
-        self.rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.lrs = [group["lr"] for group in self.optimizer.param_groups]
+        self.decay_steps = replace(RUN, steps=options.steps).decay_steps
 
-    def loss(self, windows: Tensor) -> Tensor:
-        with self.autocast:
-            return self.model(windows[:, :-1].contiguous(), windows[:, 1:].contiguous())
+    def losses(self, windows: Tensor) -> Iterator[Tensor]:
+        """Yield the loss of each micro-batch; summed over all ranks, they give the mean."""
+        for part in windows.split(self.options.micro_batch):
+            with self.autocast:
+                loss = self.model(part[:, :-1].contiguous(), part[:, 1:].contiguous())
+            yield loss * (len(part) / len(windows) / self.ranks.world)
 
     def step(self, index: int, windows: Tensor) -> float:
-        """One step on this rank's windows; the mean loss over all ranks."""
-        total = torch.zeros((), device=self.place.device)
-        for part in windows.split(self.options.micro_batch):
-            loss = self.loss(part) * (len(part) / len(windows) / self.place.world)
+        """Take a step on this rank's windows; return the mean loss over all ranks."""
+        total = torch.zeros((), device=self.ranks.device)
+        for loss in self.losses(windows):
             total += loss.detach()
             loss.backward()
         for p in self.model.parameters():
             if p.grad is not None:
-                self.place.sum(p.grad)
-        if CLIP:
-            nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
-        decay_steps = SCHEDULE.decay_steps or round(SCHEDULE.decay * self.options.steps)
-        factor = wsd(index, self.options.steps, self.options.warmup, decay_steps)
-        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate * factor
+                self.ranks.sum(p.grad)
+        if RUN.clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), RUN.clip)
+        factor = wsd(index, self.options.steps, self.options.warmup, self.decay_steps)
+        for group, lr in zip(self.optimizer.param_groups, self.lrs, strict=True):
+            group["lr"] = lr * factor
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return self.place.sum(total).item()
+        return self.ranks.sum(total).item()
 
     @torch.no_grad()
     def validate(self, windows: Tensor) -> float:
-        total = torch.zeros((), dtype=torch.float64, device=self.place.device)
-        for part in windows.split(self.options.micro_batch):
-            total += self.loss(part).double() * (len(part) / len(windows) / self.place.world)
-        return self.place.sum(total).item()
+        total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
+        for loss in self.losses(windows):
+            total += loss.double()
+        return self.ranks.sum(total).item()
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="AngularMuown on the track; smaller for a test.")
+    parser = argparse.ArgumentParser(
+        description="Train AngularMuown on the optimization track; smaller sizes are for tests."
+    )
     data = os.environ.get("DATA_PATH", "data/fineweb10B")
     parser.add_argument("--data", type=Path, default=Path(data), help="default: $DATA_PATH")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    sizes = {"steps": STEPS, "batch": BATCH, "micro-batch": MICRO_BATCH, "seed": SEED,
-             "warmup": SCHEDULE.warmup, "vocabulary": MODEL.vocabulary, "sequence": MODEL.sequence,
-             "layers": MODEL.layers, "width": MODEL.width, "heads": MODEL.heads, "mlp": MODEL.mlp,
-             "val-tokens": VAL_TOKENS, "val-every": VAL_EVERY}  # fmt: skip
+    model = RUN.model
+    sizes = {"steps": RUN.steps, "batch": RUN.batch, "micro-batch": RUN.micro_batch,
+             "seed": RUN.seed, "warmup": RUN.schedule.warmup, "vocabulary": model.vocabulary,
+             "sequence": model.sequence, "layers": model.layers, "width": model.width,
+             "heads": model.heads, "mlp": model.mlp, "val-tokens": VAL_TOKENS,
+             "val-every": VAL_EVERY}  # fmt: skip
     for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value, help=f"default: {value:,}")
     return parser.parse_args(arguments)
@@ -227,20 +175,20 @@ def check_sizes(options: argparse.Namespace, world: int) -> None:
         raise ValueError(f"--batch {options.batch} must be divisible by the {world} ranks")
     if options.val_tokens % (options.sequence * world) or options.val_tokens < 1:
         raise ValueError(
-            f"--val-tokens {options.val_tokens} must be whole sequences of {options.sequence} "
-            f"tokens on each of the {world} ranks"
+            f"--val-tokens {options.val_tokens} must be a multiple of {options.sequence * world}: "
+            f"complete sequences of {options.sequence} tokens on each of the {world} ranks"
         )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     source = Path(__file__).read_text(encoding="utf-8")  # now: the file may change during the run
     options = parse(arguments)
-    place = find_place(options.device)
-    check_sizes(options, place.world)
+    ranks = Ranks(options.device)
+    check_sizes(options, ranks.world)
     path = Path("logs") / f"{uuid.uuid4()}.txt"
 
     def log(text: str, console: bool = True) -> None:
-        if place.rank == 0:
+        if ranks.rank == 0:
             path.parent.mkdir(exist_ok=True)
             with path.open("a", encoding="utf-8") as file:
                 print(text, file=file)
@@ -248,22 +196,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(text, flush=True)
 
     log(source + "=" * 100, console=False)
-    log(f"torch {torch.__version__}, CUDA {torch.version.cuda}, {place.world} ranks; log: {path}")
+    log(f"torch {torch.__version__}, CUDA {torch.version.cuda}, {ranks.world} ranks; log: {path}")
     log(" ".join(f"{key}={value}" for key, value in vars(options).items()))
-    run, sequence = Run(options, place), options.sequence
-    held_out = next(batches(options.data, "val", options.val_tokens, sequence, place))
-    train = batches(options.data, "train", options.batch * sequence, sequence, place)
-    seconds, start = 0.0, place.now()  # of training: the clock stands still during validation
+    training, sequence = Training(options, ranks), options.sequence
+    validation = next(batches(options.data, "val", options.val_tokens, sequence, ranks))
+    train = batches(options.data, "train", options.batch * sequence, sequence, ranks)
+    seconds, start = 0.0, ranks.now()  # of training: the clock stops during validation
     for step in range(options.steps + 1):
-        done = f"step:{step}/{options.steps}"
         if step == options.steps or step % options.val_every == 0:
-            seconds += place.now() - start
-            loss = run.validate(held_out)
-            log(f"{done} val_loss:{loss:.5f} train_time:{seconds:.3f}s")
-            start = place.now()
+            seconds += ranks.now() - start
+            loss = training.validate(validation)
+            log(f"step:{step}/{options.steps} val_loss:{loss:.5f} train_time:{seconds:.3f}s")
+            start = ranks.now()
         if step < options.steps:
-            loss = run.step(step, next(train))
-            passed = seconds + time.perf_counter() - start
-            log(f"step:{step + 1}/{options.steps} train_loss:{loss:.5f} train_time:{passed:.3f}s")
-    if place.world > 1:
+            loss = training.step(step, next(train))
+            elapsed = seconds + time.perf_counter() - start
+            log(f"step:{step + 1}/{options.steps} train_loss:{loss:.5f} train_time:{elapsed:.3f}s")
+    if ranks.world > 1:
         dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""The lab's models: `build_model(spec)` makes one, `init_weights(seed)` gives it its values."""
+"""The lab's models: `build_model(spec)` constructs one, `init_weights(seed)` initializes it."""
 
 from angular_lab.config.spec import ModelSpec
 from angular_lab.models.base import LanguageModel
@@ -16,7 +16,7 @@ MODELS: dict[str, type[Dense] | type[Qwen2] | type[MoE] | type[GPTSpeedrun]] = {
 
 
 def build_model(spec: ModelSpec) -> LanguageModel:
-    """The model that `spec` describes, on torch's current device; its values are not set yet."""
+    """Return the model that `spec` describes, uninitialized, on torch's current device."""
     if spec.kind not in MODELS:
         raise ValueError(f"model kind {spec.kind!r} is not one of {', '.join(map(repr, MODELS))}")
     return MODELS[spec.kind](spec)

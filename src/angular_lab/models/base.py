@@ -1,6 +1,6 @@
-"""What every model of the lab is: an embedding, blocks, a norm, a head, and what it says of itself.
+"""The base class of all models: an embedding, blocks, a norm, a head.
 
-A model knows nothing of optimizers: `blocks` and `stacks` describe how its weights are laid out.
+A model does not know about optimizers: `blocks` and `stacks` describe the layout of its weights.
 """
 
 from collections.abc import Iterable
@@ -25,14 +25,14 @@ Cut = int | list[int]
 
 
 class LanguageModel(nn.Module):
-    """Tokens (batch, time) to logits, or with targets to the mean cross-entropy.
+    """Map tokens (batch, time) to logits, or with targets to the mean cross-entropy.
 
-    Construction allocates, on the meta device too; `init_weights` gives the values.
+    The constructor only allocates, also on the meta device; `init_weights` sets the values.
     """
 
     cos: Tensor
     sin: Tensor
-    recordable = True  # whether passes may be recorded: none of them waits for a number on the host
+    recordable = True  # True if a CUDA graph can record passes: none reads a value on the host
 
     def __init__(
         self, spec: ModelSpec, layers: Iterable[Block], *, head_bias: bool = False
@@ -43,13 +43,13 @@ class LanguageModel(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.norm = nn.RMSNorm(spec.width, eps=spec.norm_eps)
         self.lm_head = nn.Linear(spec.width, spec.vocabulary, bias=head_bias)
-        # A table, not an expression: a compiler would compute its powers and cosines anew in every
+        # A table, not an expression: a compiler would recompute its powers and cosines in every
         # layer (78 ms instead of 65 for a pass of the 124M model on an H200, train_throughput.py).
-        own = self._rotation(self.embedding.weight.device)
-        for name, table in zip(("cos", "sin"), own, strict=True):
+        tables = self._rotation(self.embedding.weight.device)
+        for name, table in zip(("cos", "sin"), tables, strict=True):
             self.register_buffer(name, table, persistent=False)
-        # The name under which DDP looks for what to leave alone. Before each pass it would send all
-        # buffers from rank 0: the tables in vain, and over what the other ranks have counted.
+        # DDP reads this attribute. Without it, DDP would broadcast all buffers from rank 0 before
+        # each pass: needless for the tables, and it would overwrite the other ranks' expert loads.
         self._ddp_params_and_buffers_to_ignore = [name for name, _ in self.named_buffers()]
         self._tie()
 
@@ -61,7 +61,7 @@ class LanguageModel(nn.Module):
         return self.embedding(tokens)
 
     def frequencies(self, device: torch.device) -> Tensor:
-        """How fast each pair of a head's dimensions turns with the position."""
+        """Return the angle per position of each pair of a head's dimensions."""
         return rotary_frequencies(head_size(self.spec), self.spec.rope_base, device)
 
     def _rotation(self, device: torch.device) -> Rotation:
@@ -70,14 +70,16 @@ class LanguageModel(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         length = tokens.shape[1]
         if length > self.spec.sequence:
-            raise ValueError(f"{length} tokens in a row: the model takes {self.spec.sequence}")
+            raise ValueError(
+                f"a sequence of {length} tokens is too long: model.sequence={self.spec.sequence}"
+            )
         x = self.embed(tokens)
         rotation = (self.cos[:length], self.sin[:length])
         for layer in self.layers:
             x = layer(x, rotation)
         logits = self.lm_head(self.norm(x))
         if self.spec.soft_cap is not None:
-            # Recomputed in the backward pass, so that its float32 insides are not kept.
+            # Recomputed in the backward pass, so that no float32 intermediates are stored.
             logits = checkpoint(
                 soft_cap, logits, self.spec.soft_cap, use_reentrant=False, preserve_rng_state=False
             )
@@ -86,47 +88,49 @@ class LanguageModel(nn.Module):
         return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def blocks(self) -> dict[str, Cut]:
-        """Pattern of parameter names -> row blocks of the fused weights: a number, or sizes."""
+        """Return the row blocks of fused weights, a number or sizes, by name pattern."""
         rows = qkv_rows(self.spec)
         return {"*.qkv.weight": 3 if len(set(rows)) == 1 else rows, "*.gate_up*": 2}
 
     def stacks(self) -> list[str]:
-        """Patterns of (E, m, n) stacks of matrices."""
+        """Return the name patterns of (E, m, n) stacks of matrices."""
         return []
 
     def flops_per_token(self) -> float:
-        """Training operations per token, forward and backward.
+        """Return the floating-point operations of training per token, forward and backward.
 
-        6 x the parameters that take part in a token's matrix products: 2 for the forward product,
-        4 for the two backward ones. The head counts (tied or not), the embedding's look-up, norms
-        and biases do not; of the experts only those that a token visits count. Plus the products of
-        attention, q k^T and p v: 12 x layers x width x sequence x 0.5, the half for causality.
+        6 x the parameters in a token's matrix products: 2 for the forward product, 4 for the two
+        backward ones. The head counts (tied or not); the embedding lookup, norms and biases do not;
+        of the experts, only those that a token visits. Plus the products of attention, q k^T and
+        p v: 12 x layers x width x sequence x 0.5, where causality gives the factor 0.5.
         """
         spec = self.spec
         attention = 12 * spec.layers * spec.width * spec.sequence * 0.5
         return 6.0 * self.matrix_parameters() + attention
 
     def matrix_parameters(self) -> int:
-        """Parameters in the matrix products of one token."""
+        """Return the number of parameters in the matrix products of one token."""
         return sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
 
     def loads(self) -> list[Tensor]:
-        """Tokens per expert since the last `balance`, one vector per mixture; here there is none.
-        With several ranks the caller sums each of them over the ranks before `balance`."""
+        """Return the tokens per expert since the last `balance`, one vector per mixture layer.
+
+        With several ranks, the caller sums each vector over the ranks before `balance`.
+        """
         return []
 
     def balance(self) -> None:
-        """Called once per optimizer step. Only a mixture has something to balance."""
+        """Balance the experts of a mixture; to be called once per optimizer step."""
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Matrices N(0, initial_std), norms 1, biases and buffers 0.
+        """Initialize matrices with N(0, initial_std), norms with 1, biases and buffers with 0.
 
-        All values are made on the CPU, drawn from a generator of their own: the same for every
-        device and whatever torch's global state is. The tables of rotations too, because a GPU
-        rounds cosines in its own way. To be called on whole parameters, before sharding.
+        Values are drawn on the CPU from a separate generator, so that they depend neither on the
+        device nor on torch's global state. The rotation tables are computed there too, because a
+        GPU rounds cosines differently. Call this before sharding.
         """
-        self._tie()  # to_empty, which leads out of the meta device, cuts the tie
+        self._tie()  # to_empty, which moves a model off the meta device, unties the weights
         generator = torch.Generator(device="cpu").manual_seed(seed)
         for name, p in self.named_parameters():
             if p.ndim == 1:
@@ -141,7 +145,7 @@ class LanguageModel(nn.Module):
             table.copy_(values)
 
     def initial_std(self, name: str) -> float:
-        """init_std, and less for what is added to the residual stream, twice per layer."""
+        """Return init_std, scaled down for the two outputs per layer to the residual stream."""
         std = self.spec.init_std
         return std / sqrt(2 * self.spec.layers) if is_residual_output(name) else std
 
@@ -151,9 +155,9 @@ def is_residual_output(name: str) -> bool:
 
 
 def soft_cap(logits: Tensor, cap: float) -> Tensor:
-    """x / sqrt(1 + (x/cap)^2): nearly x for small logits, never above cap; float32.
+    """Return x / sqrt(1 + (x/cap)^2) in float32: close to x for small logits, never above cap.
 
-    The form of modded-nanogpt's optimization track, records/track_3_optimization.
+    This is the form of modded-nanogpt's optimization track, records/track_3_optimization.
     """
     x = logits.float()
     return x * torch.rsqrt(1.0 + (x / cap).square())

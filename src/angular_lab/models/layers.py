@@ -1,7 +1,7 @@
-"""The parts that the models share: rotary positions, attention, the gated MLP, the block.
+"""Layers shared by all models: rotary positions, attention, the gated MLP, the block.
 
-Everything is written for (batch, time, width). A part takes its sizes from the ModelSpec; what sets
-one kind of model apart from another is an argument here, never a second implementation.
+All layers work on (batch, time, width) and take their sizes from the ModelSpec. Differences between
+the kinds of models are arguments here, never a second implementation.
 """
 
 import torch
@@ -9,62 +9,62 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from angular_lab.config.spec import ModelSpec
-from angular_lab.models.tensor_parallel import entering, is_divided, own_rows
+from angular_lab.models.tensor_parallel import is_divided, local_rows, sum_gradients
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, each (time, head size / 2), float32
 
 
 def rotary_frequencies(size: int, base: float, device: torch.device) -> Tensor:
-    """base^(-2i/size) for i < size/2: the spacing of Llama and Qwen2 (arXiv 2104.09864)."""
+    """Return base^(-2i/size) for i < size/2, as in Llama and Qwen2 (arXiv 2104.09864)."""
     exponents = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
     return 1.0 / base**exponents
 
 
 def rotation_of(length: int, frequencies: Tensor) -> Rotation:
-    """The table for positions 0 .. length - 1."""
+    """Return the tables for positions 0 .. length - 1."""
     positions = torch.arange(length, dtype=torch.float32, device=frequencies.device)
     angles = positions[:, None] * frequencies
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Turn (..., time, heads, size): the halves of a head are real and imaginary parts."""
+    """Rotate (..., time, heads, size): the halves of a head are real and imaginary parts."""
     cos, sin = (table.unsqueeze(-2) for table in rotation)
     real, imaginary = x.chunk(2, dim=-1)
-    turned = (real * cos - imaginary * sin, imaginary * cos + real * sin)
-    return torch.cat(turned, dim=-1).to(x.dtype)
+    rotated = (real * cos - imaginary * sin, imaginary * cos + real * sin)
+    return torch.cat(rotated, dim=-1).to(x.dtype)
 
 
 def head_size(spec: ModelSpec) -> int:
     if spec.width % spec.heads or (spec.width // spec.heads) % 2:
         raise ValueError(
-            f"width={spec.width} with heads={spec.heads}: the heads must divide the width into "
-            "parts of even size (rotary positions turn pairs)"
+            f"width={spec.width} with heads={spec.heads}: the heads must divide the width, with an "
+            "even head size (rotary positions rotate pairs)"
         )
     return spec.width // spec.heads
 
 
 def kv_heads(spec: ModelSpec) -> int:
-    count = spec.heads if spec.kv_heads is None else spec.kv_heads
+    count = spec.kv_heads or spec.heads
     if spec.heads % count:
         raise ValueError(f"kv_heads={count} must divide heads={spec.heads}")
     return count
 
 
 def mlp_width(spec: ModelSpec) -> int:
-    """spec.mlp, or 8/3 of the width rounded up to a multiple of 256."""
+    """Return spec.mlp, or 8/3 of the width rounded up to a multiple of 256."""
     return -(-8 * spec.width // (3 * 256)) * 256 if spec.mlp is None else spec.mlp
 
 
 def row_products(fused: nn.Linear, x: Tensor, rows: list[int]) -> list[Tensor]:
-    """fused(x), split into the products with its row blocks, one by one.
+    """Return the products of x with the row blocks of a fused weight.
 
-    Split after one product, the parts' gradients would be copied together on the way back, which
-    shows in a profile of the 124M model (docs/log.md has what it brought).
+    Splitting the result of one product instead would concatenate the parts' gradients in the
+    backward pass, a copy that shows in a profile of the 124M model (measured in docs/log.md).
     """
     weight: Tensor = fused.weight
     if is_divided(weight):
-        x, weights = entering(x, weight), own_rows(weight, rows)
+        x, weights = sum_gradients(x, weight), local_rows(weight, rows)
     else:
         weights = weight.split(rows)
     biases = [None] * len(rows) if fused.bias is None else fused.bias.split(rows)
@@ -75,9 +75,9 @@ class Attention(nn.Module):
     """Causal attention with fused q, k, v rows (in this order) and grouped k, v heads.
 
     Args:
-        qkv_bias, out_bias: whether these projections have biases.
-        qk_norm: q and k are brought to RMS 1 per head, without a weight, before they are turned.
-        scale: of the scores; None is 1/sqrt(head size).
+        qkv_bias, out_bias: True adds biases to these projections.
+        qk_norm: True normalizes q and k to RMS 1 per head, without a weight, before the rotation.
+        scale: factor of the scores; None is 1/sqrt(head size).
     """
 
     def __init__(
@@ -98,8 +98,8 @@ class Attention(nn.Module):
         self.out = nn.Linear(spec.width, spec.width, bias=out_bias)
 
     def forward(self, x: Tensor, rotation: Rotation) -> Tensor:
-        # (batch, time, heads, size) as long as possible: that is how the weight writes them and
-        # reads their gradients, so nothing has to be laid out anew.
+        # (batch, time, heads, size) as long as possible: the products write this layout and read
+        # gradients in it, so that nothing is copied.
         parts = row_products(self.qkv, x, self.rows)
         q, k, v = (part.unflatten(-1, (-1, self.size)) for part in parts)
         if self.eps is not None:
@@ -117,7 +117,7 @@ class Attention(nn.Module):
 
 
 def qkv_rows(spec: ModelSpec) -> list[int]:
-    """Rows of q, k and v in the fused weight."""
+    """Return the numbers of rows of q, k and v in the fused weight."""
     shared = kv_heads(spec) * head_size(spec)
     return [spec.width, shared, shared]
 

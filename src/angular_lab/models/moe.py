@@ -1,7 +1,7 @@
-"""moe: a mixture of experts in the style of DeepSeek-V3 (arXiv 2412.19437), without its latent
-attention: sigmoid router, shared expert, balance by a bias instead of an auxiliary loss.
+"""moe: a mixture of experts in the style of DeepSeek-V3 (arXiv 2412.19437).
 
-No token is dropped: tokens are sorted by expert, and each expert takes as many as come.
+Sigmoid router, shared expert, balancing by a bias instead of an auxiliary loss; no latent
+attention. No token is dropped: tokens are sorted by expert, and experts have no capacity limit.
 """
 
 from typing import Any
@@ -16,8 +16,11 @@ from angular_lab.models.layers import Attention, Block, SwiGLU, mlp_width
 
 
 class _Permute(torch.autograd.Function):
-    """x[order] for a permutation. Its backward pass gathers too; the one that torch derives adds
-    rows up in an order of its own, and slowly, because it cannot know that no row comes twice."""
+    """Return x[order] for a permutation.
+
+    The backward pass is a gather too. torch's own adds rows in a nondeterministic order, and
+    slowly, because it cannot know that no row occurs twice.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -31,23 +34,23 @@ class _Permute(torch.autograd.Function):
 
 
 def looped_product(x: Tensor, W: Tensor, counts: Tensor) -> Tensor:
-    """x_e W_e^T for every expert e: x holds counts[0] rows for the first, and so on."""
+    """Return x_e W_e^T for every expert e; x holds counts[0] rows for the first, and so on."""
     parts = zip(x.split(counts.tolist()), W.unbind(), strict=True)
     return torch.cat([F.linear(rows, matrix) for rows, matrix in parts])
 
 
 def grouped_product(x: Tensor, W: Tensor, counts: Tensor) -> Tensor:
-    """The same in one kernel, in bfloat16."""
+    """Compute the same in one kernel, in bfloat16."""
     ends = counts.cumsum(0).to(torch.int32)
     return torch._grouped_mm(x.bfloat16(), W.bfloat16().mT, offs=ends)
 
 
 def can_group(x: Tensor, W: Tensor) -> bool:
-    """Whether the kernel exists here, and computes what the loop would."""
+    """True if the kernel is available and computes in the dtype that the loop would use."""
     device = x.device.type
     autocast = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else x.dtype
-    aligned = W.shape[-1] % 8 == 0 and W.shape[-2] % 8 == 0  # 16 bytes, which the kernel asks for
+    aligned = W.shape[-1] % 8 == 0 and W.shape[-2] % 8 == 0  # 16 bytes, as the kernel requires
     return (
         device == "cuda" and dtype == torch.bfloat16 and aligned and hasattr(torch, "_grouped_mm")
     )
@@ -62,17 +65,18 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(count, width, inner))
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """Rows sorted by expert, counts[e] of them for expert e."""
+        """Apply the experts to rows sorted by expert, counts[e] of them for expert e."""
         product = grouped_product if can_group(x, self.gate_up) else looped_product
         gate, up = product(x, self.gate_up, counts).chunk(2, dim=-1)
         return product(F.silu(gate) * up, self.down, counts)
 
 
 class Mixture(nn.Module):
-    """sum over the chosen experts of weight x expert(x), plus the shared expert.
+    """Return the sum over the chosen experts of weight x expert(x), plus the shared expert.
 
-    s = sigmoid(router x); the experts with the largest s + bias are chosen; their weights are s
-    over the sum of the chosen s. The bias is no parameter: it has no gradient, `balance` moves it.
+    s = sigmoid(router x). The experts with the largest s + bias are chosen; their weights are s
+    divided by the sum of the chosen s. The bias is not a parameter: it has no gradient and is
+    updated by `balance`.
     """
 
     expert_bias: Tensor
@@ -80,21 +84,21 @@ class Mixture(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.chosen, self.rate = spec.experts_per_token, spec.balance_rate
+        self.chosen, self.balance_rate = spec.experts_per_token, spec.balance_rate
         self.router = nn.Linear(spec.width, spec.experts, bias=False)
         self.experts = Experts(spec.experts, spec.width, spec.expert_mlp)
         self.shared = SwiGLU(spec.width, spec.shared_mlp) if spec.shared_mlp else None
         self.register_buffer("expert_bias", torch.zeros(spec.experts))
-        # Zero after each balance(), so a checkpoint between steps does not need it.
+        # Zero after each balance(), so that checkpoints do not need it.
         load = torch.zeros(spec.experts, dtype=torch.int64)
         self.register_buffer("load", load, persistent=False)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(tokens, width) to weights and experts, both (tokens, experts per token)."""
-        with torch.autocast(x.device.type, enabled=False):  # bfloat16 would decide many a tie
+        """Map (tokens, width) to weights and experts, both (tokens, experts per token)."""
+        with torch.autocast(x.device.type, enabled=False):  # bfloat16 would produce many ties
             logits = self.router(x.float())
         experts = (logits.sigmoid() + self.expert_bias).topk(self.chosen, dim=-1).indices
-        # s over the sum of s, by way of log s: no 0/0 for a token that all experts dislike.
+        # s divided by its sum, computed from log s: no 0/0 if all scores of a token are tiny.
         return F.logsigmoid(logits).gather(-1, experts).softmax(-1), experts
 
     def forward(self, x: Tensor) -> Tensor:
@@ -118,7 +122,7 @@ class Mixture(nn.Module):
     def balance(self) -> None:
         """Raise the bias where the load is below the mean, lower it above (arXiv 2408.15664)."""
         load = self.load.float()
-        self.expert_bias.add_((load.mean() - load).sign(), alpha=self.rate)
+        self.expert_bias.add_((load.mean() - load).sign(), alpha=self.balance_rate)
         self.load.zero_()
 
 
@@ -128,11 +132,11 @@ class MoE(LanguageModel):
     1.1B-A370M: 14 layers (1 dense), width 1024, 16 heads / 4 kv heads, 32 experts of 704, 6 per
     token, shared 1408, dense 5632, vocabulary 50,280, untied: 1.11B parameters, 382M for a token.
 
-    Balance: each forward pass in training mode adds to `loads()`. Once per optimizer step the
-    trainer sums every one of them over the ranks (dist.all_reduce), then calls `balance()`.
+    Balancing: each forward pass in training mode adds to `loads()`. Once per optimizer step, the
+    trainer sums each load over the ranks (dist.all_reduce) and calls `balance()`.
     """
 
-    recordable = False  # `looped_product` asks the host for the experts' counts
+    recordable = False  # `looped_product` reads the experts' counts on the host
 
     def __init__(self, spec: ModelSpec) -> None:
         _check(spec)
@@ -148,14 +152,14 @@ class MoE(LanguageModel):
         return super().matrix_parameters() + self._expert_parameters(self.spec.experts_per_token)
 
     def active_parameters(self) -> int:
-        """All parameters but the experts that a token does not visit; the embedding is counted."""
+        """Return the number of parameters without experts that a token does not visit."""
         idle = self.spec.experts - self.spec.experts_per_token
         return sum(p.numel() for p in self.parameters()) - self._expert_parameters(idle)
 
     def _expert_parameters(self, count: int) -> int:
-        """Of `count` experts in each of the mixtures."""
-        all_of_them = sum(p.numel() for m in self.mixtures() for p in m.experts.parameters())
-        return all_of_them // self.spec.experts * count
+        """Return the number of parameters of `count` experts in every mixture."""
+        total = sum(p.numel() for m in self.mixtures() for p in m.experts.parameters())
+        return total // self.spec.experts * count
 
     def loads(self) -> list[Tensor]:
         return [mixture.load for mixture in self.mixtures()]
@@ -178,9 +182,9 @@ def _check(spec: ModelSpec) -> None:
             "at least 1 and at most the number of experts"
         )
     if spec.expert_mlp < 1:
-        raise ValueError(f"expert_mlp={spec.expert_mlp}: the experts need an inner width")
+        raise ValueError(f"expert_mlp={spec.expert_mlp}: set the experts' inner width")
     if not 0 <= spec.dense_layers < spec.layers:
         raise ValueError(
             f"dense_layers={spec.dense_layers} with layers={spec.layers}: at least one layer must "
-            "be a mixture; kind='dense' has none"
+            "be a mixture; use kind='dense' for a model without experts"
         )

@@ -1,4 +1,4 @@
-"""qwen2: Qwen2 (arXiv 2407.10671), whose weights transformers can read and write (export.py)."""
+"""qwen2: Qwen2 (arXiv 2407.10671); `export.huggingface` converts its weights in both directions."""
 
 from angular_lab.config.spec import ModelSpec
 from angular_lab.models.base import LanguageModel
@@ -9,7 +9,7 @@ class Qwen2(LanguageModel):
     """The dense model with biases on q, k, v and grouped k, v heads.
 
     Qwen2-0.5B: 24 layers, width 896, 14 heads / 2 kv heads, MLP 4864, vocabulary 151,936, tied:
-    494M parameters. The published weights have RoPE base 1,000,000; the paper trains with 10,000.
+    494M parameters. The published weights use RoPE base 1,000,000; the paper trains with 10,000.
     """
 
     def __init__(self, spec: ModelSpec) -> None:

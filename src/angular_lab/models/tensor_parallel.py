@@ -1,11 +1,10 @@
-"""Tensor parallelism: ranks that divide the products of every layer, each with its own heads and
-its own part of the MLP.
+"""Tensor parallelism: each rank computes some heads and a part of the MLP of every layer.
 
-`out` and `down` lie over ranks by columns. The fused weights (q over k over v, gate over up) lie by
-rows, in the order that they have on one rank, so that a checkpoint and the optimizer's blocks mean
-the same at any number of ranks. A rank's rows are then not those of its heads: for a pass the ranks
-collect the fused weight, and each takes the rows of its part of every block. That moves weights,
-which for all but small batches are less than activations.
+`out` and `down` are sharded by columns. The fused weights (q over k over v, gate over up) are
+sharded by rows in their usual order, so that checkpoints and the optimizer's blocks are the same
+for any number of ranks. A rank's shard then does not hold the rows of its heads: for a pass, the
+ranks gather the fused weight, and each takes its part of every block. This communicates weights,
+which are smaller than activations except for small batches.
 """
 
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -15,12 +14,12 @@ from torch import Tensor, nn
 
 from angular_lab.config.spec import ModelSpec
 
-if TYPE_CHECKING:  # importing torch.distributed.tensor costs a second
+if TYPE_CHECKING:  # importing torch.distributed.tensor takes a second
     from torch.distributed.tensor import DTensor
 
 
 def check(spec: ModelSpec, tensor: int) -> None:
-    """Raise ValueError where a model cannot be divided so."""
+    """Raise ValueError if a model cannot be divided among `tensor` ranks."""
     from angular_lab.models.layers import kv_heads, mlp_width
 
     if spec.kind != "dense":
@@ -35,7 +34,7 @@ def check(spec: ModelSpec, tensor: int) -> None:
 
 
 def divide(layers: nn.ModuleList, mesh: Any) -> None:
-    """Spread the weights of blocks over the ranks of a mesh with one dimension."""
+    """Shard the weights of blocks across the ranks of a one-dimensional mesh."""
     from torch.distributed.tensor import Shard, distribute_tensor
     from torch.distributed.tensor.parallel import (
         ParallelStyle,
@@ -44,12 +43,12 @@ def divide(layers: nn.ModuleList, mesh: Any) -> None:
     )
 
     class Rows(ParallelStyle):
-        """The fused weights; `row_products` does the rest."""
+        """Shard a fused weight by rows; `row_products` gathers it."""
 
         def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
             weight = module.get_parameter("weight").detach()
-            spread = distribute_tensor(weight, device_mesh, [Shard(0)], src_data_rank=None)
-            module.register_parameter("weight", nn.Parameter(spread))
+            sharded = distribute_tensor(weight, device_mesh, [Shard(0)], src_data_rank=None)
+            module.register_parameter("weight", nn.Parameter(sharded))
             return module
 
     for layer in layers:
@@ -59,7 +58,7 @@ def divide(layers: nn.ModuleList, mesh: Any) -> None:
             "mlp.gate_up": Rows(),
             "mlp.down": RowwiseParallel(),
         }
-        # every rank has made the same weights: none is sent
+        # every rank has initialized the same weights: none is sent
         parallelize_module(layer, mesh, styles, src_data_rank=None)
 
 
@@ -67,29 +66,31 @@ def is_divided(weight: Tensor) -> "TypeGuard[DTensor]":
     return hasattr(weight, "device_mesh")
 
 
-def own_rows(weight: "DTensor", rows: list[int]) -> list[Tensor]:
-    """This rank's part of every row block of a fused weight."""
+def local_rows(weight: "DTensor", rows: list[int]) -> list[Tensor]:
+    """Return this rank's part of every row block of a fused weight."""
     from torch.distributed.tensor import Partial, Replicate
 
     mesh = weight.device_mesh
     whole = weight.redistribute(placements=[Replicate()])
-    # Each rank's gradient has the rows that it took; their sum is the weight's.
+    # Each rank's gradient is nonzero in the rows that it took; their sum is the weight's.
     local = whole.to_local(grad_placements=[Partial()])
     return [block.chunk(mesh.size())[mesh.get_local_rank()] for block in local.split(rows)]
 
 
-def entering(x: Tensor, weight: "DTensor") -> Tensor:
-    """x, which all ranks have, on its way into products of which each rank has a part: the
-    gradients that come back are summed."""
+def sum_gradients(x: Tensor, weight: "DTensor") -> Tensor:
+    """Return x, which is the same on all ranks; its gradient is summed over the weight's ranks."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
-    spread = DTensor.from_local(x, weight.device_mesh, [Replicate()], run_check=False)
-    return spread.to_local(grad_placements=[Partial()])
+    replicated = DTensor.from_local(x, weight.device_mesh, [Replicate()], run_check=False)
+    return replicated.to_local(grad_placements=[Partial()])
 
 
 def clip_gradients(parameters: list[nn.Parameter], bound: float) -> Tensor:
-    """torch's `clip_grad_norm_`, which takes no mixture of plain and spread gradients, nor of
-    meshes: here their norms are joined. The norm is that of the whole gradient on every rank."""
+    """Clip gradients to a norm and return their norm before, the same on every rank.
+
+    torch's `clip_grad_norm_` does not accept plain and sharded gradients, or several meshes, at
+    once: their norms are combined here.
+    """
     from torch.distributed.tensor import DTensor
 
     gradients = [p.grad for p in parameters if p.grad is not None]

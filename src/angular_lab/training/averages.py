@@ -1,103 +1,84 @@
-"""Averages of the last weights, evaluated beside the weights themselves.
+"""Averages of recent weights, evaluated in addition to the weights themselves.
 
-Training does not know of them: the weights are the same to the bit with and without.
+The library's optimizers keep one average each. A run keeps several, with any optimizer, so that
+they are stored here; the library updates them and swaps them in.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
-from angular_muown import averaging
+from angular_muown import Group, average
 
 
 class Averages:
-    """Of a model's parameters, one for each window; `names` says what their losses are called.
+    """Averages of a model's parameters, one per window; `names` has the names of their losses.
 
-    a <- a + (w - a) averaging(window)(k) after the k-th step that they have seen, so a window is a
-    number of steps or a share of them. The first step's share is 1, so nothing is left of the
-    values before it: neither zeros, for which a fixed decay needs a correction, nor the random
-    initial weights, which it would forget only after some windows.
-
-    Buffers are not averaged: the average is evaluated with those that the model has now.
+    Training does not depend on them: the weights are the same bit for bit with and without.
+    Buffers are not averaged: an average is evaluated with the model's current ones.
     """
 
     def __init__(self, model: nn.Module, names: Mapping[float, str]) -> None:
         self.model, self.names = model, names
-        # With FSDP these are the shards. During a pass the model has others in their place.
-        self.weights: dict[str, Tensor] = dict(model.named_parameters())
-        self.counts = dict.fromkeys(names, 0)
-        self.copies = {
-            window: {
-                name: weight.detach().to(torch.float32, copy=True)
-                for name, weight in self.weights.items()
-            }
+        # With FSDP these are the shards: during a pass the model has other parameters instead.
+        self.parameters: dict[str, Tensor] = dict(model.named_parameters())
+        params = list(self.parameters.values())
+        self.groups: dict[float, Group] = {
+            window: {"params": params, "lr": 0.0, "average": window, "averaged": 0}
+            for window in names
+        }
+        self.states = {
+            window: {p: {"average": p.detach().to(torch.float32, copy=True)} for p in params}
             for window in names
         }
 
+    def count(self, window: float) -> int:
+        """Return the number of steps in an average."""
+        return int(self.groups[window]["averaged"])
+
+    def values(self, window: float) -> dict[str, Tensor]:
+        """Return an average by the names of the parameters; not a copy."""
+        states = self.states[window]
+        return {name: states[p]["average"] for name, p in self.parameters.items()}
+
     def update(self) -> None:
-        """After a step of the optimizer. One launch for a window; nothing waits for the device."""
-        weights = [weight.float() for weight in _local(self.weights)] if self.copies else []
-        for window, copies in self.copies.items():
-            self.counts[window] += 1
-            share = averaging(window)(self.counts[window])
-            torch._foreach_lerp_(_local(copies), weights, share)
+        """Include the weights after a step of the optimizer."""
+        for window, group in self.groups.items():
+            average.update([group], self.states[window])
+
+    def swapped_in(self, window: float) -> AbstractContextManager[None]:
+        """Replace the weights by an average inside a `with` block; restore them exactly."""
+        return average.in_place_of_weights([self.groups[window]], self.states[window], self.model)
 
     def evaluate(self, validate: Callable[[], Mapping[str, float]]) -> dict[str, float]:
-        """The validation loss of each average; those without a step yet are left out."""
+        """Return the validation loss of each average, without those that have no step yet."""
         losses = {}
         for window, name in self.names.items():
-            if self.counts[window]:
-                with self.swapped(window):
+            if self.count(window):
+                with self.swapped_in(window):
                     losses[name] = validate()["val_loss"]
         return losses
 
-    @contextmanager
-    def swapped(self, window: float) -> Iterator[None]:
-        """The model with an average in the place of its weights, which then come back, to the bit.
-        Values are copied and addresses stay, because compiled and recorded passes rely on them."""
-        self._reshard()
-        weights = _local(self.weights)
-        kept = [weight.clone() for weight in weights]
-        try:
-            torch._foreach_copy_(weights, _local(self.copies[window]))
-            yield
-        finally:
-            self._reshard()
-            torch._foreach_copy_(weights, kept)
-
-    def put(self, window: float) -> None:
-        """An average in the place of the weights, for good."""
-        torch._foreach_copy_(_local(self.weights), _local(self.copies[window]))
-
-    def _reshard(self) -> None:
-        """After a forward pass FSDP keeps the outermost weights gathered for the backward pass. The
-        next forward pass would take these for the shards' values, which are other ones by then."""
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+    @torch.no_grad()
+    def replace_weights(self, window: float) -> None:
+        """Replace the weights by an average permanently."""
+        for p, state in self.states[window].items():
+            p.copy_(state["average"])
 
     def state(self) -> dict[str, Any]:
-        """By window. The tensors are the averages themselves: whoever keeps them copies them."""
+        """Return the state by window. Its tensors are the averages: copy them to keep them."""
         return {
-            str(window): {"count": self.counts[window], "weights": copies}
-            for window, copies in self.copies.items()
+            str(window): {"count": self.count(window), "weights": self.values(window)}
+            for window in self.names
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """A window that the state has not begins with the next step."""
-        for window, copies in self.copies.items():
-            known = state.get(str(window))
-            if known is not None:
-                self.counts[window] = known["count"]
-                for name, copy in copies.items():
-                    copy.copy_(known["weights"][name])
-
-
-def _local(tensors: Mapping[str, Tensor]) -> list[Tensor]:
-    """What this rank holds of each, at the same address."""
-    plain = (tensor.detach() for tensor in tensors.values())
-    return [t.to_local() if hasattr(t, "to_local") else t for t in plain]
+        """Load a state. A window that it lacks begins with the next step."""
+        for window, group in self.groups.items():
+            if str(window) in state:
+                group["averaged"] = state[str(window)]["count"]
+                for name, value in self.values(window).items():
+                    value.copy_(state[str(window)]["weights"][name])

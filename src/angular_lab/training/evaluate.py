@@ -1,4 +1,4 @@
-"""Validation loss over a fixed set of windows, the same at any number of ranks."""
+"""Validation loss over a fixed set of windows, the same for any number of ranks."""
 
 from math import exp, log
 
@@ -14,24 +14,24 @@ from angular_lab.training.ranks import Ranks
 def evaluate(
     model: nn.Module, tokens: Tokens, count: int, batch: int, ranks: Ranks, autocast: torch.autocast
 ) -> dict[str, float]:
-    """`count` windows from the start, in batches; each rank takes every world-th batch, or those of
-    a tensor-parallel group take it together.
+    """Return the metrics of the first `count` windows.
 
-    Every window has the same length, so the mean over windows is the mean over tokens. A rank that
-    has no batch left repeats the first one with weight 0: a sharded model's forward pass is a
-    collective, so all ranks need the same number of them.
+    Batches are distributed over the ranks; those of a tensor-parallel group share a batch. Every
+    window has the same length, so the mean over windows is the mean over tokens. A rank without a
+    batch repeats the first one with weight 0: a sharded model's forward pass is a collective, so
+    all ranks need the same number of passes.
     """
     count = min(count, len(tokens))
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
     model.eval()
     for first in range(0, count, batch * ranks.data_world):
         start = first + batch * ranks.data_rank
-        own = np.arange(start, min(start + batch, count))
-        windows = tokens.windows(own if len(own) else np.arange(min(batch, count)))
+        indices = np.arange(start, min(start + batch, count))
+        windows = tokens.windows(indices if len(indices) else np.arange(min(batch, count)))
         data = torch.from_numpy(windows).to(ranks.device)
         with autocast:
             loss = model(data[:, :-1], data[:, 1:])
-        total += loss.double() * len(own)
+        total += loss.double() * len(indices)
     model.train()
     loss_value = (ranks.sum(total) / ranks.tensor / count).item()
     metrics = {"val_loss": loss_value, "val_perplexity": exp(min(loss_value, 700.0))}

@@ -1,4 +1,8 @@
-"""Adapters for dashboards. JSON lines are written always; these are on top."""
+"""Dashboards: TensorBoard, W&B and trackio, in addition to metrics.jsonl.
+
+The library's `integrations.loggers` logs angles to a writer that the user has opened. Here writers
+are opened, so that a resumed run continues in the same place and shows every step once.
+"""
 
 import hashlib
 import importlib
@@ -13,7 +17,7 @@ from angular_lab.config.overrides import keys
 from angular_lab.config.spec import Spec
 from angular_lab.run_folder import RunFolder
 
-MODULES = {"tensorboard": "torch.utils.tensorboard"}  # where the name is not the module's
+MODULES = {"tensorboard": "torch.utils.tensorboard"}  # if it differs from the logger's name
 
 
 class Logger(Protocol):
@@ -22,7 +26,7 @@ class Logger(Protocol):
 
 
 class TensorBoard:
-    """Hides what an earlier attempt logged after `step`: those steps are taken again."""
+    """Log scalars; hide what an earlier attempt logged after `step`, which is taken again."""
 
     def __init__(self, spec: Spec, run: RunFolder, step: int) -> None:
         module = _import(MODULES["tensorboard"], "tensorboard")
@@ -33,33 +37,36 @@ class TensorBoard:
         for key, value in values.items():
             if isinstance(value, int | float):
                 self.writer.add_scalar(key, value, step)
-        self.writer.flush()  # a kill loses what is not on disk, and resuming does not log it again
+        self.writer.flush()  # a kill loses what is not on disk, and a resume does not log it again
 
     def close(self) -> None:
         self.writer.close()
 
 
 def _wait_for_later_name(folder: Path) -> None:
-    """Event files are read in the order of their names, which begin with the second they are made
-    in: wait for the next second after an attempt that was stopped within this one."""
-    made = [int(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.*")]
-    if made:
-        time.sleep(min(1.0, max(0.0, max(made) + 1 - time.time())))
+    """Wait until a new event file sorts after the existing ones.
+
+    TensorBoard reads event files in the order of their names, which begin with the second of their
+    creation; an earlier attempt may have stopped within the current second.
+    """
+    seconds = [int(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.*")]
+    if seconds:
+        time.sleep(min(1.0, max(0.0, max(seconds) + 1 - time.time())))
 
 
 class Tracker:
-    """W&B and trackio share this interface: init, log, finish."""
+    """Log to W&B or trackio, which share an interface: init, log, finish."""
 
     def __init__(self, module: str, spec: Spec, run: RunFolder) -> None:
-        self.module, shown = _import(module, module), spec.dashboard
-        own = {"name": f"{run.path.name}-{run_id(spec, run)[:8]}"}  # trackio knows runs by name
+        self.module, dashboard = _import(module, module), spec.dashboard
+        identity = {"name": f"{run.path.name}-{run_id(spec, run)[:8]}"}  # trackio has no ids
         if module == "wandb":
-            tags = list(shown.tags)
-            own = {"name": run.path.name, "id": run_id(spec, run)}
-            own |= {"entity": shown.entity, "tags": tags or None}
+            tags = list(dashboard.tags)
+            identity = {"name": run.path.name, "id": run_id(spec, run)}
+            identity |= {"entity": dashboard.entity, "tags": tags or None}
         self.module.init(
-            project=shown.project, group=shown.group, config=spec.to_dict(),
-            resume="allow", **own,
+            project=dashboard.project, group=dashboard.group, config=spec.to_dict(),
+            resume="allow", **identity,
         )  # fmt: skip
 
     def log(self, step: int, values: dict[str, Any]) -> None:
@@ -70,15 +77,17 @@ class Tracker:
 
 
 def run_id(spec: Spec, run: RunFolder) -> str:
-    """Return the same id whenever a run is resumed, and another for any other run: a hash of the
-    folder and of the settings that a resumed run keeps. Defaults are left out, so that a new
-    setting changes no id."""
-    usual, changing = Spec(), ("data", "parent", "loggers")
+    """Return an id that stays the same when a run is resumed and differs between runs.
+
+    It is a hash of the folder and of the settings that a resumed run may not change. Defaults are
+    left out, so that ids stay the same when a new version adds a setting.
+    """
+    defaults, changeable = Spec(), ("data", "parent", "loggers")
     settings = {
         key: value
         for key in keys(spec)
-        if key not in changing and not key.startswith("dashboard.")
-        if (value := attrgetter(key)(spec)) != attrgetter(key)(usual)
+        if key not in changeable and not key.startswith("dashboard.")
+        if (value := attrgetter(key)(spec)) != attrgetter(key)(defaults)
     }
     content = json.dumps([str(run.path.resolve()), settings], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:16]
@@ -92,8 +101,8 @@ LOGGERS: dict[str, Callable[[Spec, RunFolder, int], Logger]] = {
 
 
 def check_loggers(spec: Spec) -> None:
-    """Raise ValueError if a logger is unknown, not installed or without its key, or if none has a
-    use for a setting of the dashboard."""
+    """Raise ValueError if a logger is unknown, not installed or lacks its API key, or if no logger
+    supports a setting of the dashboard."""
     for key in ("entity", "tags"):
         value = getattr(spec.dashboard, key)
         if value and "trackio" in _names(spec) and "wandb" not in _names(spec):
@@ -110,22 +119,22 @@ def check_loggers(spec: Spec) -> None:
 
 
 def _has_key(wandb: Any) -> bool:
-    """True if W&B can log: with a key, or without a server."""
+    """True if W&B has an API key or needs none."""
     if wandb.setup().settings.mode in ("offline", "dryrun", "disabled"):
         return True
     try:
         return bool(wandb.login(prompt=False, verify=False))
-    except wandb.errors.Error:  # a key that cannot be one
+    except wandb.errors.Error:  # a malformed key
         return False
 
 
 def make_loggers(spec: Spec, run: RunFolder, step: int) -> list[Logger]:
-    """For a run that continues after `step`."""
+    """Open the loggers of a run that continues after `step`."""
     return [LOGGERS[name](spec, run, step) for name in _names(spec)]
 
 
 def _names(spec: Spec) -> list[str]:
-    return list(spec.loggers)
+    return [name for name in spec.loggers.split(",") if name]
 
 
 def _import(module: str, package: str) -> Any:

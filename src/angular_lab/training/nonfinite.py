@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite: found before they reach the weights, and traced."""
+"""Detect losses and gradients that are not finite before they reach the weights, and trace them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,10 +12,10 @@ class NotFinite(RuntimeError):  # noqa: N818  (reads as what it is)
 
 
 class OnHost:
-    """A number on its way to the host, asked for when more work is under way.
+    """A number that is copied to the host asynchronously.
 
-    On a GPU the copy of a loss is ordered behind the forward pass only: by the time the host waits
-    for it, the device is busy with the backward pass, so it never idles.
+    On a GPU, the copy of a loss waits for the forward pass only: when the host asks for the value,
+    the device is busy with the backward pass, so it never idles.
     """
 
     def __init__(self, loss: Tensor) -> None:
@@ -35,11 +35,14 @@ class OnHost:
 
 
 @contextmanager
-def _watch(model: nn.Module, found: list[str]) -> Iterator[None]:
+def _nonfinite_outputs(model: nn.Module) -> Iterator[list[str]]:
+    """Collect the names of layers with an output that is not finite inside a `with` block."""
+    names: list[str] = []
+
     def check(name: str) -> object:
         def hook(_module: nn.Module, _inputs: object, output: object) -> None:
             if isinstance(output, Tensor) and not output.isfinite().all():
-                found.append(name)
+                names.append(name)
 
         return hook
 
@@ -49,7 +52,7 @@ def _watch(model: nn.Module, found: list[str]) -> Iterator[None]:
         if name and not list(module.children())
     ]
     try:
-        yield
+        yield names
     finally:
         for hook in hooks:
             hook.remove()
@@ -57,16 +60,15 @@ def _watch(model: nn.Module, found: list[str]) -> Iterator[None]:
 
 @torch.no_grad()
 def culprit(model: nn.Module, tokens: Tensor, targets: Tensor, micro_batch: int) -> str:
-    """The first place that is not finite: a weight, a layer's output on this batch, a gradient."""
+    """Name the first weight, layer output on this batch, or gradient that is not finite."""
     for name, p in model.named_parameters():
         if not p.isfinite().all():
             return f"weight {name}"
-    found: list[str] = []
-    with _watch(model, found):
+    with _nonfinite_outputs(model) as names:
         for part in zip(tokens.split(micro_batch), targets.split(micro_batch), strict=True):
             model(*part)
-            if found:
-                return f"output of {found[0]}"
+            if names:
+                return f"output of {names[0]}"
     for name, p in model.named_parameters():
         if p.grad is not None and not p.grad.isfinite().all():
             return f"gradient of {name}"

@@ -1,4 +1,4 @@
-"""The ranks of a run: one process is the case with nothing to exchange."""
+"""The ranks of a run; a single process is the case without communication."""
 
 import os
 import re
@@ -13,11 +13,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
+    """This process among the ranks of a run, and their collectives."""
+
     rank: int
     world: int
     device: torch.device
-    hosts: Any = None  # a process group over the hosts' network
-    tensor: int = 1  # ranks side by side that work on the same sequences
+    hosts: Any = None  # process group of the CPUs (Gloo)
+    tensor: int = 1  # consecutive ranks that work on the same sequences
 
     @property
     def first(self) -> bool:
@@ -25,11 +27,12 @@ class Ranks:
 
     @property
     def data_world(self) -> int:
-        """How many read different sequences, and which of them this one is."""
+        """Return the number of groups of ranks that read different sequences."""
         return self.world // self.tensor
 
     @property
     def data_rank(self) -> int:
+        """Return the index of this rank's group among them."""
         return self.rank // self.tensor
 
     def mean(self, t: torch.Tensor) -> torch.Tensor:
@@ -42,7 +45,7 @@ class Ranks:
         return t
 
     def any(self, flag: bool) -> bool:
-        """True on all ranks where it is true on one; between hosts, so no GPU has to wait."""
+        """True if the flag is true on any rank; communicated between CPUs, so no GPU waits."""
         if self.world == 1:
             return flag
         flags = torch.tensor(float(flag))
@@ -50,7 +53,7 @@ class Ranks:
         return bool(flags.item())
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, in their order, on every rank."""
+        """Return the values of all ranks, in rank order, on every rank."""
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world
@@ -63,8 +66,10 @@ class Ranks:
 
 
 def choose_device(name: str = "") -> torch.device:
-    """Return the device of this rank, by default a GPU if there is one. Raises ValueError if it
-    does not exist."""
+    """Return this rank's device, by default a GPU if there is one.
+
+    Raises ValueError if the device does not exist.
+    """
     kind = name or ("cuda" if torch.cuda.is_available() else "cpu")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", kind):
         raise ValueError(f"--device {name}: it must be cpu or cuda")
@@ -76,12 +81,12 @@ def choose_device(name: str = "") -> torch.device:
     index, count = int(kind.partition(":")[2] or local), torch.cuda.device_count()
     if index >= count:
         what = f"--device {name}" if ":" in kind else f"LOCAL_RANK={local}"
-        raise ValueError(f"{what}: there are {count} CUDA devices here, from 0 on")
+        raise ValueError(f"{what}: this machine has {count} CUDA devices, numbered from 0")
     return torch.device("cuda", index)
 
 
 def start_ranks(device: str = "") -> Ranks:
-    """From torchrun's environment; without it, one rank."""
+    """Join the ranks of torchrun's environment; without it, return a single rank."""
     world, chosen = int(os.environ.get("WORLD_SIZE", 1)), choose_device(device)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
@@ -92,7 +97,7 @@ def start_ranks(device: str = "") -> Ranks:
 
 
 def rank() -> int:
-    """This process's, from torchrun's environment."""
+    """Return this process's rank from torchrun's environment."""
     return int(os.environ.get("RANK", 0))
 
 

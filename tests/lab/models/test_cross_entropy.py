@@ -1,4 +1,4 @@
-"""The lab's cross-entropy against torch's, and its derivative against differences."""
+"""The lab's cross-entropy against torch's, and its gradient against finite differences."""
 
 import pytest
 import torch
@@ -18,19 +18,19 @@ def example(dtype: torch.dtype, scale: float = 1.0) -> tuple[torch.Tensor, torch
 @pytest.mark.parametrize(
     ("dtype", "error"), [(torch.float64, 1e-14), (torch.float32, 2e-6), (torch.bfloat16, 4e-3)]
 )
-def test_like_torch(dtype: torch.dtype, error: float, scale: float) -> None:
-    """In 16 bits too the loss is float32's, and only the gradient is rounded."""
+def test_loss_and_gradient_match_torch(dtype: torch.dtype, error: float, scale: float) -> None:
+    """For bfloat16 logits the loss is float32, and only the gradient is rounded."""
     logits, targets = example(dtype, scale)
     wide = logits.detach().to(torch.float64).requires_grad_()
-    loss, wanted = cross_entropy(logits, targets), F.cross_entropy(wide, targets)
-    assert abs(loss - wanted) <= 1e-6 * scale
+    loss, expected = cross_entropy(logits, targets), F.cross_entropy(wide, targets)
+    assert abs(loss - expected) <= 1e-6 * scale
     (grad,) = torch.autograd.grad(3 * loss, logits)
-    (wanted_grad,) = torch.autograd.grad(3 * wanted, wide)
+    (expected_grad,) = torch.autograd.grad(3 * expected, wide)
     assert grad.dtype == dtype
-    # float32 knows a logit of 300 to 2e-5 only
-    assert (grad - wanted_grad).norm() <= error * max(1.0, scale / 10) * wanted_grad.norm()
+    # float32 resolves a logit of 300 to 2e-5 only
+    assert (grad - expected_grad).norm() <= error * max(1.0, scale / 10) * expected_grad.norm()
 
 
-def test_derivative() -> None:
+def test_gradient_matches_finite_differences() -> None:
     logits, targets = example(torch.float64)
     assert torch.autograd.gradcheck(lambda x: cross_entropy(x, targets), (logits,))

@@ -1,4 +1,4 @@
-"""What every kind of model is: its counts, causality, loss and start."""
+"""Every kind of model: parameter counts, causality, loss, initialization."""
 
 import cmath
 from dataclasses import replace
@@ -28,7 +28,7 @@ GPT = 2 * 50_304 * 768 + 50_304 + 12 * (12 * 768**2 + 11 * 768) + 2 * 768
     ("spec", "millions"),
     [(PLAIN[0], 67), (PLAIN[1], 124), (PLAIN[2], 308), (QWEN2, 494), (SPEEDRUN, GPT / 1e6)],
 )
-def test_parameter_counts(spec: ModelSpec, millions: float) -> None:
+def test_parameter_counts_match_the_published_ones(spec: ModelSpec, millions: float) -> None:
     with torch.device("meta"):
         model = build_model(spec)
     count = sum(p.numel() for p in model.parameters())
@@ -36,20 +36,20 @@ def test_parameter_counts(spec: ModelSpec, millions: float) -> None:
     assert spec is not SPEEDRUN or count == GPT
 
 
-def test_model_s() -> None:
+def test_model_s_has_the_planned_size() -> None:
     with torch.device("meta"):
         model = build_model(MODEL_S)
     assert round(sum(p.numel() for p in model.parameters()) / 1e5) == 205
-    assert round(model.flops_per_token() / 1e6) == 132  # design/experiments.md
+    assert round(model.flops_per_token() / 1e6) == 132
 
 
-def test_an_unknown_kind_is_told_the_valid_ones() -> None:
+def test_unknown_kind_lists_the_valid_ones() -> None:
     with pytest.raises(ValueError, match=r"'mamba' is not one of 'dense', 'qwen2', 'moe', 'gpt_sp"):
         build_model(ModelSpec(kind="mamba"))
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"heads": 5}, "width=32 with heads=5"),
         ({"heads": 4, "kv_heads": 3}, "kv_heads=3 must divide heads=4"),
@@ -64,13 +64,13 @@ def test_an_unknown_kind_is_told_the_valid_ones() -> None:
         ),
     ],
 )  # fmt: skip
-def test_sizes_that_do_not_fit(changes: dict, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_invalid_sizes_are_rejected(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         build_model(replace(SPECS["dense"], **changes))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_future_does_not_change_the_past(kind: str) -> None:
+def test_later_tokens_do_not_change_earlier_logits(kind: str) -> None:
     model, (tokens, _) = scrambled(SPECS[kind]), text()
     before = model(tokens)
     for t in (1, LENGTH // 2, LENGTH - 1):
@@ -78,12 +78,12 @@ def test_the_future_does_not_change_the_past(kind: str) -> None:
         changed[:, t] = (changed[:, t] + 1) % VOCABULARY
         after = model(changed)
         torch.testing.assert_close(after[:, :t], before[:, :t], rtol=0, atol=1e-5)
-        assert ((after - before)[:, t:].abs().amax(-1) > 1e-4).all(), "every later one sees it"
+        assert ((after - before)[:, t:].abs().amax(-1) > 1e-4).all(), "all later ones change"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_positions_are_relative(kind: str) -> None:
-    """Turned by m and n, the score of q and k depends on m - n; lengths stay."""
+def test_rotary_positions_are_relative(kind: str) -> None:
+    """Rotated by positions m and n, the score of q and k depends on m - n; norms do not change."""
     frequencies = build_model(SPECS[kind]).frequencies(torch.device("cpu")).double()
     rotation = rotation_of(20, frequencies)
     q, k = (torch.randn(len(frequencies) * 2, dtype=torch.float64) for _ in "qk")
@@ -91,36 +91,36 @@ def test_positions_are_relative(kind: str) -> None:
     scores = Q @ K.T
     torch.testing.assert_close(scores[5:, 5:], scores[:-5, :-5])
     torch.testing.assert_close(Q.norm(dim=-1), q.norm().expand(20))
-    assert scores[0].unique().numel() == 20, "and it does depend on it"
+    assert scores[0].unique().numel() == 20, "scores depend on the distance"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_loss_is_the_cross_entropy_of_the_logits(kind: str) -> None:
+def test_loss_is_the_cross_entropy_of_the_logits(kind: str) -> None:
     model, (tokens, targets) = scrambled(SPECS[kind]), text()
     logits = model(tokens)
     assert logits.shape == (*tokens.shape, VOCABULARY)
-    wanted = F.cross_entropy(logits.double().flatten(0, 1), targets.flatten())
-    torch.testing.assert_close(model(tokens, targets), wanted.float())
+    expected = F.cross_entropy(logits.double().flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(model(tokens, targets), expected.float())
 
 
-def test_the_softmax_of_a_bfloat16_model_is_float32() -> None:
+def test_softmax_of_a_bfloat16_model_is_float32() -> None:
     model, (tokens, targets) = scrambled(SPECS["dense"]).to(torch.bfloat16), text()
-    wanted = F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
-    assert torch.equal(model(tokens, targets), wanted)
+    expected = F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
+    assert torch.equal(model(tokens, targets), expected)
 
 
-def test_the_cap_bounds_the_logits_and_keeps_small_ones() -> None:
+def test_soft_cap_bounds_the_logits() -> None:
     model, (tokens, _) = scrambled(replace(SPECS["dense"], soft_cap=0.0)), text()
-    free = model(tokens)
+    uncapped = model(tokens)
     model.spec = replace(model.spec, soft_cap=2.0)
     capped = model(tokens)
-    assert free.abs().max() > 2 > capped.abs().max()
-    torch.testing.assert_close(capped, 2 * torch.sin(torch.atan(free / 2)))
+    assert uncapped.abs().max() > 2 > capped.abs().max()
+    torch.testing.assert_close(capped, 2 * torch.sin(torch.atan(uncapped / 2)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_start_depends_on_the_seed_alone(kind: str) -> None:
-    """Not on torch's generator, which it leaves alone, nor on how the model was made."""
+def test_initial_weights_depend_on_the_seed_alone(kind: str) -> None:
+    """They do not depend on torch's generator, nor change it, nor on the meta device."""
     first = build_model(SPECS[kind])
     first.init_weights(5)
     torch.manual_seed(99)
@@ -138,7 +138,7 @@ def test_the_start_depends_on_the_seed_alone(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_start_has_the_stated_sizes(kind: str) -> None:
+def test_initial_weights_have_the_stated_standard_deviations(kind: str) -> None:
     spec = replace(SPECS[kind], width=128, mlp=128, init_std=0.03)
     model = build_model(spec)
     model.init_weights(0)
@@ -155,20 +155,20 @@ def test_the_start_has_the_stated_sizes(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_counted_operations_are_those_that_run(kind: str) -> None:
-    """torch counts the forward products; a backward pass is twice as many."""
+def test_flops_per_token_match_those_that_torch_counts(kind: str) -> None:
+    """torch counts the forward products; a backward pass has twice as many."""
     model, (tokens, _) = scrambled(SPECS[kind]), text()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(tokens)
     counts = counter.get_flop_counts()["Global"]
     products = sum(n for op, n in counts.items() if "attention" not in str(op))
     spec = model.spec
-    attention = spec.layers * (2 * 2 * LENGTH * spec.width) / 2  # q k^T and p v, half of it masked
+    attention = spec.layers * (2 * 2 * LENGTH * spec.width) / 2  # q k^T and p v, half masked
     assert model.flops_per_token() == 3 * (products / tokens.numel() + attention)
 
 
 def speedrun_reference(model: GPTSpeedrun, tokens: Tensor) -> Tensor:
-    """The track's network for one text: float64, one head and one position after the other."""
+    """Compute the track's network for one sequence in float64, by head and position."""
     w = {name: p.detach().double() for name, p in model.named_parameters()}
     d, heads, cap = model.spec.width, model.spec.heads, model.spec.soft_cap
     size = d // heads
@@ -176,7 +176,7 @@ def speedrun_reference(model: GPTSpeedrun, tokens: Tensor) -> Tensor:
     def rms(x: Tensor) -> Tensor:
         return x / (x.square().mean(-1, keepdim=True) + model.spec.norm_eps).sqrt()
 
-    def turned(x: Tensor) -> Tensor:
+    def rotated(x: Tensor) -> Tensor:
         """Position t: the pair j is a complex number times 1024^(-i t j / (size/4 - 1))."""
         for t in range(len(x)):
             for j in range(size // 4):
@@ -193,7 +193,7 @@ def speedrun_reference(model: GPTSpeedrun, tokens: Tensor) -> Tensor:
         y = torch.zeros_like(x)
         for a in range(heads):
             q, k, v = (qkv[:, c * d + a * size : c * d + (a + 1) * size].clone() for c in range(3))
-            q, k = turned(rms(q)), turned(rms(k))
+            q, k = rotated(rms(q)), rotated(rms(k))
             for t in range(len(x)):
                 p = torch.softmax(0.12 * k[: t + 1] @ q[t], 0)
                 y[t, a * size : (a + 1) * size] = p @ v[: t + 1]
@@ -205,34 +205,30 @@ def speedrun_reference(model: GPTSpeedrun, tokens: Tensor) -> Tensor:
     return cap * logits / (logits**2 + cap**2).sqrt()
 
 
-def test_the_speedrun_model_is_the_tracks() -> None:
+def test_speedrun_model_equals_the_tracks_network() -> None:
     model, (tokens, _) = scrambled(SPECS["gpt_speedrun"]), text()
     assert isinstance(model, GPTSpeedrun)
-    wanted = torch.stack([speedrun_reference(model, line) for line in tokens])
-    torch.testing.assert_close(model(tokens).double(), wanted, rtol=0, atol=1e-4)
+    expected = torch.stack([speedrun_reference(model, sequence) for sequence in tokens])
+    torch.testing.assert_close(model(tokens).double(), expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", SPECS)
-def test_more_tokens_than_the_model_takes_are_refused(kind) -> None:
-    model = build_model(SPECS[kind])
-    model.init_weights(0)
-    too_long = torch.zeros(1, SPECS[kind].sequence + 1, dtype=torch.long)
-    with pytest.raises(ValueError, match="in a row: the model takes"):
-        model(too_long)
+def test_too_long_sequences_are_rejected() -> None:
+    model = build_model(SPECS["dense"])
+    tokens = torch.zeros(1, SPECS["dense"].sequence + 1, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"13 tokens is too long: model\.sequence=12"):
+        model(tokens)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_start_is_made_on_the_cpu_wherever_the_model_lies(kind: str, monkeypatch) -> None:
-    """A GPU rounds cosines in its own way: one model that is initialised there again would not be
-    the one that came from the CPU."""
+def test_rotation_tables_are_computed_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU rounds cosines differently, so a model initialized there again would change."""
     with torch.device("meta"):
-        model = build_model(SPECS[kind])
-    asked: list[torch.device] = []
+        model = build_model(SPECS["dense"])
+    devices: list[torch.device] = []
 
-    def rounded(sequence: int, frequencies: Tensor):
-        asked.append(frequencies.device)
+    def record(sequence: int, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+        devices.append(frequencies.device)
         return rotation_of(sequence, frequencies)
 
-    monkeypatch.setattr("angular_lab.models.base.rotation_of", rounded)
+    monkeypatch.setattr("angular_lab.models.base.rotation_of", record)
     model.init_weights(0)
-    assert asked == [torch.device("cpu")]
+    assert devices == [torch.device("cpu")]

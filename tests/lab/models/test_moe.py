@@ -1,4 +1,4 @@
-"""The mixture: what it computes, that no token is lost, and that its load evens out."""
+"""The mixture of experts: its outputs and gradients, and the balancing of its load."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def mixture(spec: ModelSpec = SPEC, seed: int = 0) -> Mixture:
 
 
 def reference(layer: Mixture, x: Tensor) -> Tensor:
-    """One token after the other, one expert after the other."""
+    """Compute the mixture token by token and expert by expert."""
 
     def swiglu(v: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         f = down.shape[-1]
@@ -50,20 +50,20 @@ def reference(layer: Mixture, x: Tensor) -> Tensor:
     return torch.stack(rows).view_as(x)
 
 
-@pytest.mark.parametrize("favoured", [None, 2], ids=["free", "all to one"])
-def test_it_is_the_sum_of_its_experts(favoured: int | None) -> None:
-    """Values and gradients; also where one expert is chosen by all tokens and two by none."""
+@pytest.mark.parametrize("preferred", [None, 2], ids=["balanced", "all to one"])
+def test_mixture_is_the_weighted_sum_of_its_experts(preferred: int | None) -> None:
+    """Values and gradients, also if all tokens choose one expert and none choose two others."""
     layer, x = mixture(), torch.randn(2, 9, SPEC.width, requires_grad=True)
-    if favoured is not None:
-        layer.expert_bias[favoured] = 10.0
+    if preferred is not None:
+        layer.expert_bias[preferred] = 10.0
         layer.expert_bias[:2] = -10.0
     inputs = (x, *layer.parameters())
-    y, wanted = layer(x), reference(layer, x)
-    torch.testing.assert_close(y, wanted)
+    y, expected = layer(x), reference(layer, x)
+    torch.testing.assert_close(y, expected)
     weight = torch.randn_like(y)
     for a, b in zip(
         torch.autograd.grad((y * weight).sum(), inputs),
-        torch.autograd.grad((wanted * weight).sum(), inputs),
+        torch.autograd.grad((expected * weight).sum(), inputs),
         strict=True,
     ):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
@@ -72,8 +72,8 @@ def test_it_is_the_sum_of_its_experts(favoured: int | None) -> None:
 @pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no grouped product")
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("counts", [[5, 0, 11, 8], [0, 0, 24, 0], [1, 7, 13, 3]], ids=str)
-def test_grouped_is_looped(device: str, counts: list[int]) -> None:
-    """To bfloat16's rounding, with its gradients; experts without tokens get zeros."""
+def test_grouped_product_equals_looped_product(device: str, counts: list[int]) -> None:
+    """Up to bfloat16's rounding, with gradients; experts without tokens have zero gradients."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     x = torch.randn(24, 16, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -92,7 +92,7 @@ def test_grouped_is_looped(device: str, counts: list[int]) -> None:
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1000.0])
 def test_weights_sum_to_one_over_distinct_experts(scale: float) -> None:
-    """At the largest scale some tokens have no score that float32 tells from 0."""
+    """At the largest scale, all scores of some tokens underflow to 0 in float32."""
     layer = mixture()
     weights, experts = layer.route(scale * torch.randn(200, SPEC.width))
     torch.testing.assert_close(weights.sum(-1), torch.ones(200))
@@ -100,19 +100,19 @@ def test_weights_sum_to_one_over_distinct_experts(scale: float) -> None:
     assert all(len(set(row)) == SPEC.experts_per_token for row in experts.tolist())
 
 
-def test_autocast_does_not_reach_the_router() -> None:
-    """Rounded to bfloat16, close scores would change places."""
+def test_router_ignores_autocast() -> None:
+    """Rounded to bfloat16, close scores would be reordered."""
     layer, x = mixture(), torch.randn(200, SPEC.width)
     with torch.autocast("cpu", torch.bfloat16):
         under_autocast = layer.route(x)
     assert all(torch.equal(a, b) for a, b in zip(under_autocast, layer.route(x), strict=True))
 
 
-def test_the_bias_chooses_but_does_not_weigh() -> None:
+def test_bias_affects_the_choice_but_not_the_weights() -> None:
     layer, x = mixture(), torch.randn(50, SPEC.width)
     plain = layer(x)
     layer.expert_bias += 3.0
-    torch.testing.assert_close(layer(x), plain)  # what all have in common chooses nothing
+    torch.testing.assert_close(layer(x), plain)  # a common bias does not change the choice
     layer.expert_bias[1] += 5.0
     weights, experts = layer.route(x)
     assert (experts == 1).any(-1).all()
@@ -130,8 +130,7 @@ def test_every_expert_gets_gradients() -> None:
             assert (p.grad.flatten(1).norm(dim=1) > 0).all()
 
 
-def test_counts() -> None:
-    """Each pass in training mode adds every token once per chosen expert; evaluation adds none."""
+def test_loads_count_every_visit_in_training_mode_only() -> None:
     model = scrambled(SPEC)
     assert len(model.loads()) == SPEC.layers - SPEC.dense_layers
     passes = [text(seed)[0] for seed in range(2)]
@@ -144,7 +143,7 @@ def test_counts() -> None:
     assert all(load.sum() == visits for load in model.loads())
 
 
-def test_one_balancing_step_is_the_sign_rule() -> None:
+def test_balancing_step_follows_the_sign_rule() -> None:
     layer = mixture()
     layer.load.copy_(torch.tensor([9, 1, 5, 5, 8, 2]))
     layer.balance()
@@ -152,13 +151,13 @@ def test_one_balancing_step_is_the_sign_rule() -> None:
     torch.testing.assert_close(layer.expert_bias, SPEC.balance_rate * signs)
     assert (layer.load == 0).all()
     layer.balance()
-    torch.testing.assert_close(layer.expert_bias, SPEC.balance_rate * signs)  # no load, no move
+    torch.testing.assert_close(layer.expert_bias, SPEC.balance_rate * signs)  # no load, no update
 
 
 def test_balancing_evens_out_a_biased_router() -> None:
     layer = mixture(replace(SPEC, balance_rate=0.003))
     direction = F.normalize(torch.randn(SPEC.width), dim=0)
-    with torch.no_grad():  # two experts like what all tokens have in common
+    with torch.no_grad():  # two experts prefer the common component of all tokens
         layer.router.weight[:2] += 2 * direction
 
     def imbalance(x: Tensor) -> float:
@@ -166,24 +165,24 @@ def test_balancing_evens_out_a_biased_router() -> None:
         layer(x)
         return float(layer.load.max() / layer.load.float().mean())
 
-    held_out = torch.randn(500, SPEC.width) + 2 * direction
-    before = imbalance(held_out)
+    test_tokens = torch.randn(500, SPEC.width) + 2 * direction
+    before = imbalance(test_tokens)
     for _ in range(400):
         layer.load.zero_()
         layer(torch.randn(200, SPEC.width) + 2 * direction)
         layer.balance()
-    assert before > 1.7, "of at most 2 = experts / experts per token"
-    assert imbalance(held_out) < 1.2
+    assert before > 1.7, "at most 2 = experts / experts per token"
+    assert imbalance(test_tokens) < 1.2
 
 
-def test_the_bias_is_saved_and_no_parameter() -> None:
+def test_bias_is_saved_but_not_a_parameter() -> None:
     model = build_model(SPEC)
     biases = [name for name in model.state_dict() if name.endswith("expert_bias")]
     assert len(biases) == SPEC.layers - SPEC.dense_layers
     assert not any("bias" in name for name, _ in model.named_parameters())
 
 
-def test_the_large_one_has_the_papers_counts() -> None:
+def test_large_model_has_the_papers_parameter_counts() -> None:
     with torch.device("meta"):
         model = build_model(LARGE)
     assert isinstance(model, MoE)
@@ -196,8 +195,7 @@ def test_the_large_one_has_the_papers_counts() -> None:
     assert model.active_parameters() == by_hand + 50_280 * 1024 + 29 * 1024
 
 
-def test_a_stack_trains_as_its_experts_one_by_one() -> None:
-    """The model's own gradients; then the same experts as plain matrices beside it."""
+def test_stack_of_experts_trains_like_separate_matrices() -> None:
     model = build_model(SPEC)
     model.init_weights(0)
     stacks = {n: p for n, p in model.named_parameters() if ".experts." in n}

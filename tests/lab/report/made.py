@@ -12,7 +12,7 @@ from typing import Any
 
 from angular_lab.config.spec import ModelSpec, OptimSpec, ScheduleSpec, Spec
 from angular_lab.experiments import published as paper
-from angular_lab.run_folder import RunDir
+from angular_lab.run_folder import RunFolder
 
 OURS = "angular_muown"
 HORIZONS = (100, 200, 300, 400)
@@ -37,7 +37,7 @@ def write_lines(
 ) -> Path:
     """Write a finished run with these metrics; tokens follow from the step."""
     folder.mkdir(parents=True, exist_ok=True)
-    run = RunDir(folder)
+    run = RunFolder(folder)
     run.write_spec(spec, {"device": "cpu"}, data)
     for line in lines:
         run.append(run.metrics_path, {"tokens": line["step"] * spec.tokens_per_step, **line})

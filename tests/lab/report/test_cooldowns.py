@@ -12,7 +12,7 @@ from angular_lab.report.cooldowns import share_form
 from angular_lab.report.figures import sweep_figures
 from angular_lab.report.report import collect, make_report
 from angular_lab.report.runs import read_run
-from angular_lab.run_folder import RunDir
+from angular_lab.run_folder import RunFolder
 from tests.lab.report.made import choosing, edit_json, spec_of, table, visible, write_run
 
 Losses = Mapping[tuple[str, float, int], float]  # by method, value and seed
@@ -38,7 +38,7 @@ def add_longer(root: Path, losses: Losses = LONGER, speed: float = 10.0) -> Path
         entry["longer"] = f"{normal}-longer"
         key = entry["label"], entry["value"], entry["seed"]
         if key in losses:
-            spec = RunDir(root / normal).read_spec()
+            spec = RunFolder(root / normal).read_spec()
             schedule = replace(spec.schedule, decay_steps=40)
             spec = replace(spec, parent_step=160, schedule=schedule)
             write_run(root / entry["longer"], spec, losses[key], speed=speed)

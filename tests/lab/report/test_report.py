@@ -12,7 +12,7 @@ import pytest
 from angular_lab.demo import RUNS, run_demo
 from angular_lab.report.report import summary, text_table, write_report
 from angular_lab.report.tables import Mark
-from angular_lab.run_folder import RunDir
+from angular_lab.run_folder import RunFolder
 from tests.lab.report.made import choosing, spec_of, write_lines, write_run
 
 
@@ -96,7 +96,7 @@ def test_the_summary_of_a_run(tmp_path: Path, kind: str, first: int, last: int) 
     lines = [{"step": step, "loss": 3.0, "angle_mean": 1e-3 * step} for step in range(1, 13)]
     lines[-1] |= {"val_loss": 2.5, "val_loss_averaged_0.5": 2.25}
     write_lines(tmp_path / "run", spec, lines)
-    values = summary(RunDir(tmp_path / "run"))
+    values = summary(RunFolder(tmp_path / "run"))
     assert values["aux lr"] == spec.optim.lr  # not set: as lr
     assert (values["validation loss"], values["of the average, 0.5"]) == (2.5, 2.25)
     assert values["angle at full learning rate (mrad)"] == f"{first:.2f} - {last:.2f}"

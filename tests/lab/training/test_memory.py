@@ -1,5 +1,4 @@
-"""What a run held is free when it ends, not when Python's collector comes by: the next run of a
-process needs the memory."""
+"""A run frees its memory when it ends, without a garbage collection: the next one needs it."""
 
 import gc
 import weakref
@@ -24,91 +23,90 @@ from tests.lab.runs import tiny
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """What the runs hold, with the collector off."""
-    found: list[Any] = []
-    begin = Trainer.__init__
+def references(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Weak references to each run's optimizer and model, with the garbage collector off."""
+    references: list[Any] = []
+    init = Trainer.__init__
 
-    def watched(self: Trainer, *arguments: Any) -> None:
-        begin(self, *arguments)
-        found.extend(weakref.ref(part) for part in (self.optimizer, self.model))
+    def watched_init(self: Trainer, *arguments: Any) -> None:
+        init(self, *arguments)
+        references.extend(weakref.ref(part) for part in (self.optimizer, self.model))
 
-    monkeypatch.setattr(Trainer, "__init__", watched)
-    build.make_deterministic(Spec())  # torch's imports at its first call keep our frames in a cycle
+    monkeypatch.setattr(Trainer, "__init__", watched_init)
+    build.make_deterministic(Spec())  # torch's imports at the first call put our frames in a cycle
     gc.collect()
     gc.disable()
-    yield found
+    yield references
     gc.enable()
 
 
 @pytest.mark.parametrize("name", ["adamw", "angular_muown"])
-def test_a_finished_run_holds_nothing(
-    data: Path, tmp_path: Path, held: list[Any], name: str
+def test_finished_run_frees_its_optimizer(
+    data: Path, tmp_path: Path, references: list[Any], name: str
 ) -> None:
     spec = tiny(data, steps=4)
     train(replace(spec, optim=replace(spec.optim, name=name)), tmp_path / "run")
-    assert held[0]() is None, "the optimizer, with its state and buffers"
+    assert references[0]() is None
 
 
-def test_a_model_of_another_shape_finds_the_memory_free(
-    data: Path, tmp_path: Path, held: list[Any], monkeypatch: pytest.MonkeyPatch
+def test_run_that_ends_early_frees_its_optimizer(
+    data: Path, tmp_path: Path, references: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make, alive = build.make_model, []
+    update = Trainer.update
 
-    def look(spec: Spec, ranks: Ranks) -> LanguageModel:
-        alive.append([part() for part in held])
-        return make(spec, ranks)
+    for error in (NotFinite, Preempted, OSError):
 
-    monkeypatch.setattr(build, "make_model", look)
+        def fail(self: Trainer, error: type[BaseException] = error) -> None:
+            update(self)
+            if self.step == 2:
+                raise error("stopped")
+
+        monkeypatch.setattr(Trainer, "update", fail)
+        try:
+            train(tiny(data, angle_every=1), tmp_path / error.__name__)
+        except error:
+            pass
+        else:
+            pytest.fail(f"{error.__name__} did not end the run")
+        assert references[-2]() is None, error.__name__
+
+
+def test_model_is_freed_before_one_of_another_shape_is_built(
+    data: Path, tmp_path: Path, references: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model, alive = build.make_model, []
+
+    def watched_make_model(spec: Spec, ranks: Ranks) -> LanguageModel:
+        alive.append([part() for part in references])
+        return make_model(spec, ranks)
+
+    monkeypatch.setattr(build, "make_model", watched_make_model)
     models, spec = build.Models(), tiny(data, steps=4)
     train(spec, tmp_path / "a", models=models)
-    assert held[1]() is not None, "kept for a run of its shape"
+    assert references[1]() is not None, "cached for a run of its shape"
     train(replace(spec, model=replace(spec.model, mlp=96)), tmp_path / "b", models=models)
     assert alive == [[], [None, None]]
 
 
-def test_a_model_that_is_taken_again_finds_the_last_passes_gone(
-    data: Path, tmp_path: Path, held: list[Any], monkeypatch: pytest.MonkeyPatch
+def test_recorded_passes_are_freed_before_a_cached_model_is_reused(
+    data: Path, tmp_path: Path, references: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Recorded ones hold a GPU's memory. The first run of a process leaves them in a cycle."""
-    begin, made = Passes.__init__, []
+    """Recorded passes hold GPU memory, and the first run of a process leaves them in a cycle."""
+    init, passes, cycle = Passes.__init__, [], []
 
-    def watched(self: Passes, *arguments: Any) -> None:
-        begin(self, *arguments)
-        made.append(weakref.ref(self))
+    def watched_init(self: Passes, *arguments: Any) -> None:
+        init(self, *arguments)
+        passes.append(weakref.ref(self))
 
-    monkeypatch.setattr(Passes, "__init__", watched)
-    models, spec = build.Models(), tiny(data, steps=4)
-    cycle: list[Any] = []
-
-    def leave(self: Trainer) -> None:
+    def leave_cycle(self: Trainer) -> None:
         cycle.append([self.passes])
         cycle[-1].append(cycle[-1])
 
-    monkeypatch.setattr(Trainer, "finish", leave)
+    monkeypatch.setattr(Passes, "__init__", watched_init)
+    monkeypatch.setattr(Trainer, "finish", leave_cycle)
+    models, spec = build.Models(), tiny(data, steps=4)
     train(spec, tmp_path / "a", models=models)
     cycle.clear()
-    assert made[0]() is not None, "the collector is off"
+    assert passes[0]() is not None, "the collector is off"
     models.take(spec, Ranks(0, 1, torch.device("cpu")))
-    assert made[0]() is None
-
-
-@pytest.mark.parametrize("error", [NotFinite, Preempted, OSError])
-def test_a_run_that_ends_early_holds_nothing(
-    data: Path, tmp_path: Path, held: list[Any], monkeypatch: pytest.MonkeyPatch, error: Any
-) -> None:
-    update = Trainer.update
-
-    def fail(self: Trainer) -> None:
-        update(self)
-        if self.step == 2:
-            raise error("enough")
-
-    monkeypatch.setattr(Trainer, "update", fail)
-    try:
-        train(tiny(data, angle_every=1), tmp_path / "run")
-    except error:
-        pass
-    else:
-        pytest.fail("it went on")
-    assert held[0]() is None
+    assert passes[0]() is None

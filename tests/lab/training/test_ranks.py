@@ -1,4 +1,8 @@
-"""The same loss curve on 1, 2 and 4 ranks, data parallel and sharded; resume across world sizes."""
+"""Any number of ranks trains like one process: data parallel, sharded, tensor parallel, resumed.
+
+Losses include those of averages. Ranks train several runs in one session, because starting them
+takes longer than a run.
+"""
 
 import json
 import os
@@ -6,109 +10,196 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from angular_lab.config.spec import Spec
 from angular_lab.training.start import train
-from tests.lab.runs import LIMIT, free_port, lines, tiny, train_on
+from tests.lab.runs import LIMIT, SERVER, free_port, lines, tiny, wait_all
 
-STEPS = 50
-
-
-def spec_of(data, **values):
-    every = {"eval_every": 25, "save_every": 25, "angle_every": 0}
-    return tiny(data, **{"steps": STEPS, **every, **values})
-
-
-@pytest.fixture(scope="module")
-def alone(data, tmp_path_factory):
-    out = tmp_path_factory.mktemp("alone") / "run"
-    train(spec_of(data), out)
-    return _losses(out)
-
-
-@pytest.fixture(scope="module")
-def on_ranks(data, tmp_path_factory):
-    """A finished run's folder, by the number of ranks and how they share; each is made once."""
-
-    @cache
-    def run(world: int, parallel: str):
-        out = tmp_path_factory.mktemp(f"{parallel}{world}") / "run"
-        train_on(world, spec_of(data, parallel=parallel), out)
-        return out
-
-    return run
+STEPS, MIDDLE = 16, 8
+Jobs = dict[str, tuple[Spec, Path]]  # runs by name: settings and folder
+# Ways of sharing the work, by the number of ranks.
+ON_FOUR: dict[str, dict[str, Any]] = {
+    "ddp on 4": {"parallel": "ddp"},
+    "fsdp on 4": {"parallel": "fsdp"},
+    "fsdp x tensor on 4": {"parallel": "fsdp", "tensor": 2},
+}
+ON_TWO: dict[str, dict[str, Any]] = {
+    "fsdp on 2": {"parallel": "fsdp"},
+    "tensor on 2": {"tensor": 2},
+}
+# AdamW turns the rounding of a gradient near zero into a step of full size: a small learning rate
+# keeps the two curves within the tolerance.
+OPTIMIZERS = {"adamw": 1e-3, "muon": 0.01, "muown": 0.01}
+# Five windows in batches of two on two ranks: the second rank has no batch left in the last round.
+UNEVEN = {"steps": 6, "eval_tokens": 160, "eval_every": 3, "save_every": 3, "angle_every": 2,
+          "micro_batch": 1}  # fmt: skip
 
 
-def _losses(out, steps: int = STEPS) -> list[float]:
-    parsed = [json.loads(line) for line in lines(out)]
-    assert [line["step"] for line in parsed] == list(range(1, steps + 1))
-    return [line["loss"] for line in parsed] + [x["val_loss"] for x in parsed if "val_loss" in x]
+def spec_of(data: Path, **values: Any) -> Spec:
+    """Evaluate where nothing is saved: saving would reshard the weights after an evaluation."""
+    fixed = {"steps": STEPS, "eval_every": 5, "save_every": MIDDLE, "angle_every": 0}
+    return tiny(data, **fixed, average="3,8", **values)
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-@pytest.mark.parametrize("world", [2, 4])
-def test_the_loss_curve_does_not_depend_on_the_ranks(on_ranks, alone, parallel, world) -> None:
-    assert _losses(on_ranks(world, parallel)) == pytest.approx(alone, abs=1e-5)
+def with_optimizer(data: Path, name: str) -> Spec:
+    base = tiny(data, parallel="fsdp", steps=8, angle_every=0)
+    return replace(base, optim=replace(base.optim, name=name, lr=OPTIMIZERS[name]))
 
 
-@pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2), (4, 2)])
-def test_resume_at_another_world_size(data, tmp_path, on_ranks, alone, first, second) -> None:
-    """The run is cut at its middle checkpoint and goes on with other ranks, sharded."""
-    spec, out = spec_of(data, parallel="fsdp"), tmp_path / "run"
-    shutil.copytree(on_ranks(first, "fsdp"), out)
+def _train_all(jobs: list[tuple[Spec, Path]], environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    for spec, out in jobs:
+        train(spec, out, resume=True, device="cpu")
+
+
+def train_on(world: int, jobs: Jobs) -> dict[str, Path]:
+    """Train runs on one group of Gloo ranks; return their folders."""
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(world)}
+    processes = []
+    for rank in map(str, range(world)):
+        environment = {**common, "RANK": rank, "LOCAL_RANK": rank}
+        arguments = (list(jobs.values()), environment)
+        processes.append(SERVER.Process(target=_train_all, args=arguments))
+        processes[-1].start()
+    wait_all(processes)
+    return {name: out for name, (_, out) in jobs.items()}
+
+
+def cut_copy(finished: Path, out: Path, step: int = MIDDLE) -> Path:
+    """Copy a finished run as if it had been stopped after `step`."""
+    shutil.copytree(finished, out)
     (out / "DONE").unlink()
-    _forget_after(out, STEPS // 2)
-    train_on(second, spec, out)
-    assert _losses(out) == pytest.approx(alone, abs=1e-5)
-
-
-def _forget_after(out, step: int) -> None:
     for path in (out / "checkpoints").iterdir():
         if int(path.name.split("_")[1]) > step:
             shutil.rmtree(path)
+    return out
 
 
-# AdamW turns the rounding of a gradient near zero into a step of full size: a small lr keeps the
-# two curves within the tolerance.
-@pytest.mark.parametrize(("optimizer", "lr"), [("adamw", 1e-3), ("muon", 0.01), ("muown", 0.01)])
-def test_other_optimizers_shard_too(data, tmp_path, optimizer, lr) -> None:
-    base = spec_of(data, parallel="fsdp", steps=20)
-    spec = replace(base, optim=replace(base.optim, name=optimizer, lr=lr))
-    train(spec, tmp_path / "alone")
-    train_on(2, spec, tmp_path / "sharded")
-    ends = [_losses(tmp_path / name, 20) for name in ("sharded", "alone")]
-    assert ends[0] == pytest.approx(ends[1], abs=1e-5)
+def set_tensor(out: Path, tensor: int) -> None:
+    """One process cannot start a run with tensor > 1, but four may resume what it started."""
+    content = json.loads((out / "spec.json").read_text())
+    content["spec"]["tensor"] = tensor
+    (out / "spec.json").write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_uneven_evaluation_angles_and_micro_batches(data, tmp_path, parallel) -> None:
-    """Five windows in batches of two on two ranks: one rank has nothing left to evaluate."""
-    values = {"steps": 6, "eval_tokens": 160, "eval_every": 3, "angle_every": 2, "micro_batch": 1}
-    spec = tiny(data, parallel=parallel, **values)
-    train(spec, tmp_path / "alone")
-    train_on(2, spec, tmp_path / "two")
-    for a, b in zip(lines(tmp_path / "alone"), lines(tmp_path / "two"), strict=True):
-        one, two = json.loads(a), json.loads(b)
-        assert one.keys() == two.keys()
-        assert list(two.values()) == pytest.approx(list(one.values()), rel=1e-3, abs=1e-4)
+def metrics(out: Path, *keys: str) -> list[float]:
+    parsed = [json.loads(line) for line in lines(out)]
+    assert [line["step"] for line in parsed] == list(range(1, len(parsed) + 1))
+    return [line[key] for line in parsed for key in (keys or line) if key in line]
 
 
-def test_torchrun(data, tmp_path, alone) -> None:
-    """The command of the README, with real torchrun."""
-    spec = spec_of(data)
-    model = [f"model.{k}={v}" for k, v in vars(spec.model).items() if k in ("sequence", "layers")]
+def curve(out: Path) -> list[float]:
+    """Return losses, validation losses and gradient norms of a run of `spec_of`."""
+    averages = Spec(average="3,8").averages.values()
+    values = metrics(out, "loss", "grad_norm", "val_loss", *averages)
+    assert len(values) == STEPS * 2 + 4 * 3
+    return values
+
+
+@pytest.fixture(scope="module")
+def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Runs of one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    jobs: Jobs = {
+        "plain": (spec_of(data), folder / "plain"),
+        "uneven": (tiny(data, **UNEVEN), folder / "uneven"),
+        **{name: (with_optimizer(data, name), folder / name) for name in OPTIMIZERS},
+        "fsdp on 1": (spec_of(data, parallel="fsdp"), folder / "fsdp"),
+        "uneven fsdp on 1": (tiny(data, parallel="fsdp", **UNEVEN), folder / "uneven_fsdp"),
+    }
+    for spec, out in jobs.values():
+        train(spec, out)
+    return {name: out for name, (_, out) in jobs.items()}
+
+
+@pytest.fixture(scope="module")
+def on_four(
+    data: Path, alone: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("four")
+    jobs: Jobs = {name: (spec_of(data, **way), folder / name) for name, way in ON_FOUR.items()}
+    resumed = cut_copy(alone["uneven fsdp on 1"], folder / "resumed", step=3)
+    set_tensor(resumed, 2)
+    jobs["uneven, from 1 to 4"] = tiny(data, parallel="fsdp", tensor=2, **UNEVEN), resumed
+    return train_on(4, jobs)
+
+
+@pytest.fixture(scope="module")
+def on_two(
+    data: Path,
+    alone: dict[str, Path],
+    on_four: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("two")
+    jobs: Jobs = {name: (spec_of(data, **way), folder / name) for name, way in ON_TWO.items()}
+    for parallel in ("ddp", "fsdp"):
+        spec = tiny(data, parallel=parallel, **UNEVEN)
+        jobs[f"uneven {parallel}"] = spec, folder / f"uneven_{parallel}"
+    for name in OPTIMIZERS:
+        jobs[name] = with_optimizer(data, name), folder / name
+    fsdp = spec_of(data, parallel="fsdp")
+    jobs["from 4 to 2"] = fsdp, cut_copy(on_four["fsdp on 4"], folder / "from4")
+    jobs["from 1 to 2"] = fsdp, cut_copy(alone["fsdp on 1"], folder / "from1")
+    return train_on(2, jobs)
+
+
+@pytest.fixture(scope="module")
+def runs(
+    alone: dict[str, Path], on_two: dict[str, Path], on_four: dict[str, Path]
+) -> dict[str, Path]:
+    return {**alone, **on_two, **on_four}
+
+
+@pytest.mark.parametrize("name", [*ON_TWO, *ON_FOUR, "from 4 to 2", "from 1 to 2"])
+def test_losses_do_not_depend_on_the_ranks(runs: dict[str, Path], name: str) -> None:
+    assert max(metrics(runs["plain"], "grad_norm")) > Spec().clip, "gradients are clipped"
+    assert curve(runs[name]) == pytest.approx(curve(runs["plain"]), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["fsdp on 2", "tensor on 2", "ddp on 4", "fsdp x tensor on 4"])
+def test_one_process_resumes_what_ranks_started(
+    data: Path, tmp_path: Path, runs: dict[str, Path], name: str
+) -> None:
+    out = cut_copy(runs[name], tmp_path / "run")
+    train(spec_of(data, **{**ON_TWO, **ON_FOUR}[name]), out, resume=True)
+    assert curve(out) == pytest.approx(curve(runs["plain"]), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_other_optimizers_shard_too(
+    alone: dict[str, Path], on_two: dict[str, Path], name: str
+) -> None:
+    losses = [metrics(folders[name], "loss", "val_loss") for folders in (on_two, alone)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["uneven ddp", "uneven fsdp", "uneven, from 1 to 4"])
+def test_uneven_evaluation_angles_and_micro_batches(runs: dict[str, Path], name: str) -> None:
+    for a, b in zip(lines(runs["uneven"]), lines(runs[name]), strict=True):
+        assert json.loads(a).keys() == json.loads(b).keys()
+    expected = metrics(runs["uneven"])
+    assert metrics(runs[name]) == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
+def test_torchrun_trains_with_ddp(data: Path, tmp_path: Path, alone: dict[str, Path]) -> None:
+    """This is the command of the README, with the real torchrun."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
         *("--master-port", free_port(), "-m", "angular_lab", "train", "nano"),
-        *(f"data={data}", f"steps={STEPS}", "batch=4", "eval_every=25", "eval_tokens=256"),
-        *("save_every=25", "log_every=1", "angle_every=0", *model, "model.width=32"),
-        *("model.heads=2", "model.mlp=64", "schedule.warmup=2", "schedule.decay=0.25"),
-        *("--out", str(tmp_path / "run")),
+        *(f"data={data}", f"steps={STEPS}", "batch=4", "eval_every=5", "eval_tokens=256"),
+        *(f"save_every={MIDDLE}", "log_every=1", "angle_every=0", "average=3,8"),
+        *("model.sequence=32", "model.layers=2", "model.width=32", "model.heads=2", "model.mlp=64"),
+        *("schedule.warmup=2", "schedule.decay=0.25", "--out", str(tmp_path / "run")),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, timeout=LIMIT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{tmp_path / 'run'}\n"  # from one rank
-    assert _losses(tmp_path / "run") == pytest.approx(alone, abs=1e-5)
+    assert curve(tmp_path / "run") == pytest.approx(curve(alone["plain"]), abs=1e-5)

@@ -1,0 +1,181 @@
+"""The speedrun script, in the package and as the exported file, where neither package exists."""
+
+import os
+import re
+import struct
+import subprocess
+import sys
+from itertools import islice
+from math import log
+from pathlib import Path
+
+import pytest
+import torch
+
+from angular_lab.config.named_runs import speedrun as named_run
+from angular_lab.export import speedrun, speedrun_script
+from angular_lab.export.speedrun import export_speedrun
+from angular_lab.training import build
+from tests.lab.runs import SERVER, free_port, wait_all
+from tests.lab.tiny import SPECS, scrambled
+
+VOCABULARY, SEQUENCE, STEPS = 64, 16, 20
+SIZES = {"vocabulary": VOCABULARY, "sequence": SEQUENCE, "layers": 2, "width": 32, "heads": 2,
+         "mlp": 64, "batch": 8, "micro-batch": 4, "steps": STEPS, "warmup": 2,
+         "val-tokens": 4 * SEQUENCE, "val-every": 10}  # fmt: skip
+# Run the file in a process in which the installed packages cannot be imported; then import what it
+# imports lazily, on a GPU: Triton reads the source of its kernels.
+ISOLATED = """
+import runpy, sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("angular_muown", "angular_lab"):
+            raise SystemExit(f"the file lacks {name}")
+sys.meta_path.insert(0, Block())
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+from angular_muown.kernels import coverage
+if coverage.find_spec("triton"):
+    import angular_muown.kernels.fused, angular_muown.kernels.sharded
+"""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards of ids that count up: the next one is easy to learn."""
+    folder = tmp_path_factory.mktemp("data")
+    for name, count in (("train_000001", 1500), ("train_000002", 1500), ("val_000000", 100)):
+        ids = [i % VOCABULARY for i in range(count)]
+        header = struct.pack("<256i", 20240520, 1, count, *[0] * 253)
+        (folder / f"fineweb_{name}.bin").write_bytes(header + struct.pack(f"<{count}H", *ids))
+    return folder
+
+
+def arguments(data: Path) -> list[str]:
+    sizes = [word for key, value in SIZES.items() for word in (f"--{key}", str(value))]
+    return [*sizes, "--data", str(data), "--device", "cpu"]
+
+
+def read_log(folder: Path) -> tuple[str, list[float], list[float]]:
+    """Return the only log in a folder, its training losses and its validation losses."""
+    (path,) = (folder / "logs").iterdir()
+    text = path.read_text()
+    train, val = (
+        [float(x) for x in re.findall(rf"^step:\d+/{STEPS} {kind}_loss:(\S+)", text, re.M)]
+        for kind in ("train", "val")
+    )
+    return text, train, val
+
+
+@pytest.fixture(scope="module")
+def in_package(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of the script that imports the packages."""
+    folder = tmp_path_factory.mktemp("in_package")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        speedrun_script.main(arguments(data))
+    return folder
+
+
+def test_training_lowers_the_loss_and_logs_it(in_package: Path) -> None:
+    text, train, val = read_log(in_package)
+    assert text.startswith(Path(speedrun_script.__file__).read_text())
+    assert len(train) == STEPS
+    assert len(val) == 3  # before the first step, after half of the steps, at the end
+    assert val[0] == pytest.approx(log(VOCABULARY), abs=1e-4)
+    assert train[-1] < 0.8 * train[0]
+    assert val[-1] < 0.8 * val[0]
+
+
+def test_exported_file_trains_alike_without_the_packages(
+    data: Path, in_package: Path, tmp_path: Path
+) -> None:
+    script = export_speedrun(tmp_path / "new" / "train.py")
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", ISOLATED, str(script), *arguments(data)],
+        cwd=folder, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    text, *losses = read_log(folder)
+    assert text.startswith(script.read_text())
+    assert text.endswith(done.stdout)
+    assert losses == [*read_log(in_package)[1:]], "the same optimizer, to the last digit"
+
+
+def _run_rank(words: list[str], folder: Path, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    os.chdir(folder)
+    speedrun_script.main(words)
+
+
+def test_two_ranks_train_like_one(data: Path, in_package: Path, tmp_path: Path) -> None:
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
+    processes = [
+        SERVER.Process(target=_run_rank, args=(arguments(data), tmp_path, {"RANK": rank, **shared}))
+        for rank in "01"
+    ]
+    for process in processes:
+        process.start()
+    wait_all(processes)
+    _, *losses = read_log(tmp_path)
+    for found, expected in zip(losses, read_log(in_package)[1:], strict=True):
+        assert found == pytest.approx(expected, abs=1e-3)
+
+
+def test_script_has_the_values_of_the_named_run() -> None:
+    run = named_run()
+    model = scrambled(SPECS["gpt_speedrun"])
+    groups = build.make_optimizer(model, run).param_groups
+    script_groups = speedrun_script.make_optimizer(model, run.schedule.warmup).param_groups
+    assert [{**group, "params": 0} for group in script_groups] == [
+        {**group, "params": 0} for group in groups
+    ]
+    options = speedrun_script.parse([])
+    assert (options.steps, options.batch, options.width) == (run.steps, run.batch, run.model.width)
+    assert options.batch * options.sequence == 524_288
+    assert (options.val_tokens, options.val_every) == (10_485_760, 125)
+    assert (run.schedule.kind, run.schedule.fall) == ("wsd", 0), "what the script supports"
+
+
+def test_export_is_reproducible_and_rejects_other_dependencies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [export_speedrun(tmp_path / name) for name in ("a.py", "b.py")]
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    monkeypatch.setattr(speedrun, "ALLOWED", speedrun.ALLOWED - {"heapq"})
+    with pytest.raises(ValueError, match="would import heapq, but it may need torch only"):
+        export_speedrun(tmp_path / "c.py")
+
+
+def test_ranks_share_each_batch_in_order(data: Path) -> None:
+    def read(rank: int, world: int) -> list[torch.Tensor]:
+        ranks = speedrun_script.Ranks("cpu")
+        ranks.rank, ranks.world = rank, world
+        return list(islice(speedrun_script.batches(data, "train", 64, 16, ranks), 40))
+
+    batches = read(0, 1)  # across the end of the first file
+    assert [len(windows) for windows in batches] == [4] * 40
+    assert batches[1][0].tolist() == [i % VOCABULARY for i in range(64, 81)]
+    for rank in (0, 1):
+        for windows, part in zip(batches, read(rank, 2), strict=True):
+            assert torch.equal(part, windows[2 * rank : 2 * rank + 2])
+
+
+def test_unusable_data_and_sizes_are_named(tmp_path: Path) -> None:
+    ranks = speedrun_script.Ranks("cpu")
+    with pytest.raises(ValueError, match="0 files fineweb_train"):
+        next(speedrun_script.batches(tmp_path, "train", 8, 4, ranks))
+    path = tmp_path / "fineweb_train_1.bin"
+    path.write_bytes(struct.pack("<256i", 20240520, 1, 9, *[0] * 253) + bytes(10))
+    with pytest.raises(ValueError, match="version 1 and 9 tokens; expected 20240520, 1 and 5"):
+        next(speedrun_script.batches(tmp_path, "train", 8, 4, ranks))
+    path.write_bytes(bytes(10))
+    with pytest.raises(ValueError, match="shorter than a header"):
+        next(speedrun_script.batches(tmp_path, "train", 8, 4, ranks))
+    with pytest.raises(ValueError, match="divisible by the 3 ranks"):
+        speedrun_script.check_sizes(speedrun_script.parse(["--batch", "8"]), 3)
+    with pytest.raises(ValueError, match="--val-tokens 7 must be a multiple of 1024"):
+        speedrun_script.check_sizes(speedrun_script.parse(["--val-tokens", "7"]), 1)
