@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from angular_lab.config.named_runs import recipe
-from angular_lab.data.manifest import Manifest
+from angular_lab.data.shards import Manifest
 from angular_lab.experiments import ablations, one_pass
 from angular_lab.experiments import extensions as beyond
 from angular_lab.experiments import published as paper

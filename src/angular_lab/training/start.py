@@ -10,8 +10,8 @@ import torch
 import angular_muown
 from angular_lab.config.overrides import keys
 from angular_lab.config.spec import Spec
-from angular_lab.data.manifest import Manifest
 from angular_lab.data.prepare import prepare_stdlib, stdlib_place
+from angular_lab.data.shards import Manifest
 from angular_lab.run_folder import RunDir, base_versions
 from angular_lab.training import build, checkpoint
 from angular_lab.training.loggers import check_loggers

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from angular_lab.cli.main import main
 from angular_lab.config.overrides import override
 from angular_lab.config.spec import Spec
-from angular_lab.data.shards import Tokens
+from angular_lab.data.batches import Tokens
 from angular_lab.run_folder import RunDir
 from angular_lab.sample import load_run
 from angular_lab.sweeps.trials import decisive
