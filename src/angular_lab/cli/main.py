@@ -16,6 +16,7 @@ from typing import Any
 
 from angular_lab.cli.cluster import add_ranks
 from angular_lab.cli.experiments import add_experiments
+from angular_lab.cli.prepare import add_prepare, given_of
 from angular_lab.config.named_runs import RECIPES, recipe
 from angular_lab.config.overrides import count, override
 from angular_lab.config.spec import Spec
@@ -126,7 +127,6 @@ def show(arguments: argparse.Namespace) -> None:
 
 
 def sample(arguments: argparse.Namespace) -> None:
-    from angular_lab.cli.prepare import given_of
     from angular_lab.run_folder import RunDir
     from angular_lab.sample import check_sampling, generate, load_run, tokenizer_of
     from angular_lab.training.ranks import Ranks
@@ -162,12 +162,6 @@ def speedrun(arguments: argparse.Namespace) -> None:
     from angular_lab.export.speedrun import export_speedrun
 
     print(export_speedrun(arguments.out))
-
-
-def prepare(arguments: argparse.Namespace) -> None:
-    from angular_lab.cli.prepare import prepare_from
-
-    print(prepare_from(arguments))
 
 
 def demo(arguments: argparse.Namespace) -> None:
@@ -208,7 +202,7 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("--step", type=count, help="a checkpoint's step; default: the newest")
     sub = add("export-speedrun", speedrun, "one script for the speedrun's optimization track")
     sub.add_argument("--out", type=Path, required=True)
-    _add_prepare(add("prepare", prepare, "text to token shards"))
+    add_prepare(add)
     sub = add("demo", demo, "four optimizers on text this machine has, and a report")
     sub.add_argument("--out", type=Path, default=Path("demo"))
     sub.add_argument("--steps", type=int, default=0)
@@ -239,23 +233,6 @@ def _add_runs(add: Callable[..., argparse.ArgumentParser]) -> None:
         if name == "trunk":
             sub.add_argument("--horizons", required=True, help="steps, comma-separated")
             sub.add_argument("--decay", type=float, help="share of each; default: the recipe's")
-
-
-def _add_prepare(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "sources", nargs="*", help="text, .jsonl, .parquet; also .xz .gz .zst; folders"
-    )
-    sub.add_argument("--hf", help="a Hugging Face dataset instead of files")
-    sub.add_argument("--name", help="its configuration, such as sample-10BT")
-    sub.add_argument(
-        "--tokenizer", required=True, help="tokenizer.json, a hub name, bytes, train:N"
-    )
-    sub.add_argument("--out", type=Path, required=True)
-    sub.add_argument("--tokens", type=count, help="stop after so many train tokens, such as 3B")
-    sub.add_argument("--column", default="text")
-    sub.add_argument("--shard-tokens", type=count)
-    sub.add_argument("--val-fraction", type=float)
-    sub.add_argument("--workers", type=int)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
