@@ -81,7 +81,7 @@ def add_prepare(add: Callable[..., argparse.ArgumentParser]) -> None:
     )  # fmt: skip
     sub.add_argument("--hf", metavar="DATASET", help="a Hugging Face dataset instead of files")
     sub.add_argument("--name", help="the dataset's configuration, such as sample-10BT")
-    sub.add_argument("--column", default="text", help="the column or field that holds the document")
+    sub.add_argument("--column", default="text", help="holds the documents; default: text")
     sub.add_argument(
         "--tokenizer", required=True,
         help="a tokenizer.json, a name on the Hugging Face hub, bytes, or train:N for a new one "
