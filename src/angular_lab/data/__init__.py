@@ -1,1 +1,1 @@
-"""From text to batches of tokens."""
+"""From a corpus to batches of tokens."""

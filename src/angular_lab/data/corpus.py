@@ -1,6 +1,6 @@
-"""Documents from files, folders, Hugging Face datasets and Python's own library.
+"""Documents from files, folders, Hugging Face datasets and Python's standard library.
 
-A document is a string with something else in it than white space; others are left out.
+A document is a string; empty ones and those of white space alone are left out.
 """
 
 import bz2
@@ -12,18 +12,18 @@ import lzma
 import sysconfig
 import tokenize
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 END_OF_TEXT = "<|endoftext|>"
 SEPARATORS = tuple(END_OF_TEXT + ending for ending in ("", "\n", "\r\n"))
 JSON_LINES = (".jsonl", ".ndjson", ".json")
-LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 def optional(module: str) -> Any:
-    """A module of the `lab` extra, imported where it is needed."""
+    """Import a module of the `lab` extra where it is needed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -31,32 +31,35 @@ def optional(module: str) -> Any:
 
 
 def documents(source: str | Path, key: str = "text") -> Iterator[str]:
-    """The documents of a file, or of all files of a folder in sorted order.
+    """Iterate over the documents of a file, or of all files of a folder in sorted order.
 
-    By suffix: JSON lines (.jsonl, .ndjson, .json) and parquet, whose field or column `key` holds
-    the text; everything else is plain text in UTF-8. All but parquet may end in .xz, .gz, .bz2 or
-    .zst. Hidden files in a folder are left out.
+    The suffix gives the format: JSON lines (.jsonl, .ndjson, .json) and parquet, whose field or
+    column `key` holds the document; everything else is plain text in UTF-8. All but parquet may
+    end in .xz, .gz, .bz2 or .zst. Hidden files in a folder are left out.
 
-    Plain text: a line that holds only <|endoftext|> separates documents, together with the line
+    In plain text, a line that holds only <|endoftext|> separates documents, together with the line
     break before it. A file without such a line is one document.
     """
     path = Path(source)
     if not path.exists():
         raise ValueError(f"{path} does not exist; give a file or a folder of documents")
-    texts = _folder(path, key) if path.is_dir() else _file(path, key)
+    return _visible(_folder(path, key) if path.is_dir() else _file(path, key))
+
+
+def _visible(texts: Iterable[str]) -> Iterator[str]:
     return (text for text in texts if text and not text.isspace())
 
 
 def _folder(folder: Path, key: str) -> Iterator[str]:
-    inside = sorted((path.relative_to(folder) for path in folder.rglob("*")), key=Path.as_posix)
-    for relative in inside:
-        path = folder / relative
-        if path.is_file() and not any(part.startswith(".") for part in relative.parts):
+    names = sorted((path.relative_to(folder) for path in folder.rglob("*")), key=Path.as_posix)
+    for name in names:
+        path = folder / name
+        if path.is_file() and not any(part.startswith(".") for part in name.parts):
             yield from _file(path, key)
 
 
-def _zst(path: Path) -> BinaryIO:
-    # pyarrow and not zstandard, whose reader takes a truncated file for a shorter one
+def _open_zstd(path: Path) -> BinaryIO:
+    # pyarrow rather than zstandard, whose reader accepts a truncated file without an error
     return cast(BinaryIO, optional("pyarrow").input_stream(str(path), compression="zstd"))
 
 
@@ -64,9 +67,9 @@ OPENERS: dict[str, Callable[[Path], Any]] = {
     ".xz": lzma.open,
     ".gz": gzip.open,
     ".bz2": bz2.open,
-    ".zst": _zst,
+    ".zst": _open_zstd,
 }
-DAMAGE = (EOFError, OSError, lzma.LZMAError, zlib.error, UnicodeDecodeError)
+READ_ERRORS = (EOFError, OSError, lzma.LZMAError, zlib.error, UnicodeDecodeError)
 
 
 def _file(path: Path, key: str) -> Iterator[str]:
@@ -76,7 +79,7 @@ def _file(path: Path, key: str) -> Iterator[str]:
         return
     opener = OPENERS.get(suffix)
     kind = path.with_suffix("").suffix.lower() if opener else suffix
-    # Only "\n" ends a line, and nothing is translated: the text is what the file holds.
+    # Only "\n" ends a line, and line breaks are not translated: a document keeps its bytes.
     with (
         opener(path) if opener else path.open("rb") as binary,
         io.TextIOWrapper(binary, encoding="utf-8-sig", newline="\n") as text,
@@ -88,10 +91,10 @@ def _file(path: Path, key: str) -> Iterator[str]:
 def _lines(path: Path, text: io.TextIOWrapper) -> Iterator[str]:
     try:
         yield from text
-    except DAMAGE as error:
+    except READ_ERRORS as error:
         raise ValueError(
             f"{path} cannot be read ({type(error).__name__}: {error}); it is truncated, damaged or "
-            "not UTF-8 text: replace it or take it out"
+            "not UTF-8 text: replace or remove it"
         ) from error
 
 
@@ -114,10 +117,10 @@ def _json_lines(path: Path, lines: Iterator[str], key: str) -> Iterator[str]:
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} is no JSON: {error}") from error
+            raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
         if not isinstance(record, dict) or not isinstance(record.get(key), str):
-            found = sorted(record) if isinstance(record, dict) else type(record).__name__
-            raise ValueError(f"{path}, line {number} has no text under {key!r}; it has {found}")
+            content = sorted(record) if isinstance(record, dict) else type(record).__name__
+            raise ValueError(f"{path}, line {number} has no text under {key!r}; it has {content}")
         yield record[key]
 
 
@@ -129,52 +132,49 @@ def _parquet(path: Path, column: str) -> Iterator[str]:
             if column not in names:
                 raise ValueError(f"{path} has no column {column!r}; it has {names}")
             for batch in file.iter_batches(batch_size=1024, columns=[column]):
-                yield from (
-                    _text(value, f"{path}, column {column!r}") for value in batch[0].to_pylist()
-                )
+                for value in batch[0].to_pylist():
+                    yield _text(value, f"{path}, column {column!r}")
     except (arrow.ArrowInvalid, OSError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
-def _text(value: Any, where: str) -> str:
-    """A missing value is an empty document."""
+def _text(value: Any, location: str) -> str:
+    """Return the value of a cell; a missing one is an empty document."""
     if value is None or isinstance(value, str):
         return value or ""
-    raise ValueError(f"{where} holds {type(value).__name__}, not text")
+    raise ValueError(f"{location} holds {type(value).__name__}, not text")
 
 
 def hf_documents(
     path: str, name: str | None = None, split: str = "train", column: str = "text", **options: Any
 ) -> Iterator[str]:
-    """A Hugging Face dataset as a stream; `options` go to datasets.load_dataset."""
+    """Stream a Hugging Face dataset; `options` are passed to datasets.load_dataset."""
     datasets = optional("datasets")
-    label = f"{path}" if name is None else f"{path} ({name})"
+    label = f"the dataset {path}" if name is None else f"the dataset {path} ({name})"
     try:
         rows = datasets.load_dataset(path, name, split=split, streaming=True, **options)
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(
-            f"the dataset {label}, split {split!r}, cannot be opened ({type(error).__name__}: "
-            f"{error}); check the name and that the hub can be reached, or download it and give "
-            "the folder"
+            f"{label}, split {split!r}, cannot be opened ({type(error).__name__}: {error}); check "
+            "the name and that the hub can be reached, or download it and give the folder"
         ) from error
     for row in rows:
         if column not in row:
-            raise ValueError(f"the dataset {label} has no column {column!r}; it has {sorted(row)}")
-        text = _text(row[column], f"the dataset {label}, column {column!r}")
-        if text and not text.isspace():
-            yield text
+            raise ValueError(f"{label} has no column {column!r}; it has {sorted(row)}")
+        yield from _visible([_text(row[column], f"{label}, column {column!r}")])
 
 
 def stdlib_documents() -> Iterator[str]:
-    """The source files of the running Python's standard library, without its tests."""
+    """Iterate over the source files of the running Python's standard library, without tests."""
     root = Path(sysconfig.get_path("stdlib"))
-    relatives = (path.relative_to(root) for path in root.rglob("*.py"))
-    for relative in sorted(relatives, key=Path.as_posix):
-        if LEFT_OUT.isdisjoint(relative.parts):
-            try:
-                with tokenize.open(root / relative) as file:  # knows coding cookies
-                    text = file.read()
-            except (SyntaxError, UnicodeDecodeError):  # a file made to be wrong
-                continue
-            if text and not text.isspace():
-                yield text
+    names = sorted((path.relative_to(root) for path in root.rglob("*.py")), key=Path.as_posix)
+    return _visible(_source(root / name) for name in names if EXCLUDED.isdisjoint(name.parts))
+
+
+def _source(path: Path) -> str:
+    """Return a Python file's text, or nothing for one that is invalid on purpose."""
+    try:
+        with tokenize.open(path) as file:  # understands coding cookies
+            return file.read()
+    except (SyntaxError, UnicodeDecodeError):
+        return ""

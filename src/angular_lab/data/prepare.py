@@ -1,24 +1,42 @@
-"""Documents to a folder of token shards that any number of runs can read."""
+"""Prepare a corpus: documents become a folder of token shards that any number of runs can read."""
 
+import hashlib
+import json
 import os
 import platform
 import sys
-import warnings
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
 from itertools import chain
+from math import inf
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from filelock import AcquireReturnProxy, FileLock, Timeout
+from numpy.typing import NDArray
+from tqdm import tqdm
+
 from angular_lab.data import corpus
-from angular_lab.data.journal import Job, read_journal
-from angular_lab.data.manifest import JOURNAL, Manifest
-from angular_lab.data.progress import Progress
-from angular_lab.data.shard_files import LIMIT, dtype_for
-from angular_lab.data.tokenizer import Tokenizer, load_tokenizer
-from angular_lab.data.workers import encode_all
+from angular_lab.data.shards import (
+    JOURNAL,
+    LIMIT,
+    MANIFEST,
+    SPLITS,
+    Manifest,
+    ShardInfo,
+    Split,
+    atomic_file,
+    dtype_for,
+    read_header,
+    write_shard,
+)
+from angular_lab.data.tokenizer import BytesTokenizer, Tokenizer
+from angular_lab.data.workers import Encoded, digest, encode_all
 
 TOKENIZER = "tokenizer.json"
+LOCK = ".lock"
 
 
 def prepare(
@@ -36,14 +54,15 @@ def prepare(
 ) -> Manifest:
     """Write train_00000.bin, ..., val_00000.bin, ..., tokenizer.json and, last, manifest.json.
 
-    Every document comes after an end-of-text token. A hash of `seed` and its text decides whether
-    it is for validation. It ends with the documents, or with exactly `tokens` train tokens.
+    Every document follows an end-of-text token. A hash of `seed` and the document decides whether
+    it is for validation. Preparation stops at the last document, or at exactly `tokens` train
+    tokens.
 
-    Call it again after a kill, with the same arguments, and it goes on; the result is the same to
+    Called again after a kill with the same arguments, it resumes, and the result is identical to
     the byte. A finished folder is left alone. `workers` (default: all cores) changes no byte.
 
-    documents:  texts, or a file or folder for `corpus.documents`
-    source:     one line for the manifest; by default the file's or folder's path
+    documents:  strings, or a file or folder for `corpus.documents`
+    source:     one line for the manifest; the default is the file's or folder's path
     """
     _check(tokens, shard_tokens, val_fraction, workers)
     out = Path(out)
@@ -58,19 +77,17 @@ def prepare(
         "val_fraction": val_fraction,
         "seed": seed,
     }
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"{out} is a file; give a folder")
-    out.mkdir(parents=True, exist_ok=True)
-    with _alone(out):
-        if (manifest := Manifest.load(out)) is not None:
-            _compare(out, manifest.arguments, arguments)
-            (out / JOURNAL).unlink(missing_ok=True)  # killed just before this line
+    _make_folder(out)
+    if manifest := _finished(out, arguments):  # without a lock: the folder may be read-only
+        return manifest
+    with _lock(out):
+        if manifest := _finished(out, arguments):  # by the process that held the lock
             return manifest
-        job = Job(out, arguments, dtype_for(tokenizer.vocabulary))
-        texts = _open(job, documents)
+        preparation = Preparation(out, arguments, dtype_for(tokenizer.vocabulary))
+        remaining = preparation.open(documents)
         tokenizer.save(out / TOKENIZER)
-        _encode(job, texts, tokenizer, workers or cores(), progress)
-        return _finish(job, tokenizer)
+        preparation.encode(remaining, tokenizer, workers or cores(), progress)
+        return preparation.finish(tokenizer)
 
 
 def _check(tokens: int | None, shard_tokens: int, val_fraction: float, workers: int | None) -> None:
@@ -85,41 +102,48 @@ def _check(tokens: int | None, shard_tokens: int, val_fraction: float, workers: 
 
 
 def cores() -> int:
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-@contextmanager
-def _alone(folder: Path) -> Generator[None, None, None]:
-    """Wait until no other process prepares this folder, such as another rank.
+def _make_folder(out: Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"{out} is a file; give a folder")
+    out.mkdir(parents=True, exist_ok=True)
+    # The order of these calls matters while another process is preparing this folder: it writes
+    # the journal before anything visible, and removes it after the manifest is written.
+    names = sorted(path.name for path in out.glob("[!.]*"))
+    if names and not (out / JOURNAL).exists() and not (out / MANIFEST).exists():
+        raise ValueError(f"{out} holds other files ({', '.join(names[:3])}); give an empty folder")
 
-    The lock is on the folder itself: the system drops it with the process, and no file stays.
-    """
+
+def _finished(out: Path, arguments: dict[str, Any]) -> Manifest | None:
+    """Return the manifest of a finished folder, after a comparison of the arguments."""
+    manifest = Manifest.load(out)
+    if manifest:
+        _compare(out, manifest.arguments, arguments)
+        if (out / JOURNAL).exists():  # of a process that was killed after writing the manifest
+            (out / JOURNAL).unlink(missing_ok=True)
+    return manifest
+
+
+def _lock(folder: Path) -> AcquireReturnProxy:
+    """Wait until no other process, such as another rank, is preparing this folder."""
+    lock = FileLock(folder / LOCK)
     try:
-        import fcntl
-    except ImportError:  # Windows
-        yield
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"waiting: another process prepares {folder}", file=sys.stderr, flush=True)
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        except OSError:  # a network file system without locks on folders
-            pass
-        yield
-    finally:
-        os.close(handle)
+        return lock.acquire(blocking=False)
+    except Timeout:
+        print(f"waiting: another process is preparing {folder}", file=sys.stderr, flush=True)
+        return lock.acquire()
 
 
-def _compare(out: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+def _compare(out: Path, previous: dict[str, Any], arguments: dict[str, Any]) -> None:
     differences = [
-        f"{key} was {found.get(key)!r} and is {value!r}"
-        for key, value in wanted.items()
-        if found.get(key) != value
+        f"{key} was {previous.get(key)!r} and is {value!r}"
+        for key, value in arguments.items()
+        if previous.get(key) != value
     ]
     if differences:
         raise ValueError(
@@ -128,75 +152,203 @@ def _compare(out: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
         )
 
 
-def _open(job: Job, documents: Iterable[str]) -> Iterator[str]:
-    """Begin or go on: the documents that are still to do."""
-    for path in job.folder.glob(".*.tmp"):  # of a killed process
-        path.unlink()
-    if (job.folder / JOURNAL).exists():
-        about, _ = read_journal(job.folder)
-        _compare(job.folder, about["arguments"], job.arguments)
-        job.restore()
-        return job.skip(documents)
-    if found := sorted(path.name for path in job.folder.iterdir()):
-        raise ValueError(
-            f"{job.folder} holds something else ({', '.join(found[:3])}); give an empty folder"
-        )
-    texts = iter(documents)
-    first = next(texts, None)
-    if first is None:
-        raise ValueError(
-            f"the corpus is empty: {job.arguments['source'] or 'the source'} gave no document"
-        )
-    job.save()  # before anything else, so that a kill leaves a folder that is known as ours
-    return chain([first], texts)
+@dataclass
+class SplitWriter:
+    """Collects the tokens of one split and writes them as shards of equal length."""
+
+    folder: Path
+    name: str
+    dtype: np.dtype
+    shard_tokens: int
+    documents: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    files: list[ShardInfo] = field(default_factory=list)
+    pending: list[NDArray[np.unsignedinteger]] = field(default_factory=list)
+
+    @property
+    def split(self) -> Split:
+        return Split(self.documents, self.tokens, self.bytes, tuple(self.files))
+
+    @property
+    def remainder(self) -> NDArray[np.unsignedinteger]:
+        """The tokens that are not in a shard yet."""
+        return np.concatenate([np.empty(0, self.dtype), *self.pending])
+
+    def add(self, ids: NDArray[np.unsignedinteger], size: int) -> bool:
+        """Add a document and write the shards that it fills; True if there are any."""
+        self.documents += 1
+        self.tokens += ids.size
+        self.bytes += size
+        self.pending.append(ids)
+        if self.tokens - self.shard_tokens * len(self.files) < self.shard_tokens:
+            return False
+        tokens = self.remainder
+        while tokens.size >= self.shard_tokens:
+            self._write(tokens[: self.shard_tokens])
+            tokens = tokens[self.shard_tokens :]
+        self.pending = [tokens.copy()]  # a view would keep the shard in memory
+        return True
+
+    def finish(self) -> Split:
+        if (tokens := self.remainder).size:
+            self._write(tokens)
+        return self.split
+
+    def restore(self, split: Split, remainder: NDArray[np.unsignedinteger]) -> None:
+        """Continue from a journal's entry; shards that it does not list are removed."""
+        self.documents, self.tokens, self.bytes = split.documents, split.tokens, split.bytes
+        self.files, self.pending = list(split.files), [remainder]
+        for info in split.files:
+            read_header(self.folder / info.name)
+        listed = {info.name for info in split.files}
+        for path in self.folder.glob(f"{self.name}_*.bin"):
+            if path.name not in listed:
+                path.unlink()
+
+    def _write(self, tokens: NDArray[np.unsignedinteger]) -> None:
+        path = self.folder / f"{self.name}_{len(self.files):05d}.bin"
+        self.files.append(write_shard(path, tokens))
 
 
-def _encode(
-    job: Job, texts: Iterator[str], tokenizer: Tokenizer, workers: int, progress: bool
-) -> None:
-    stream = encode_all(texts, tokenizer, job.folder / TOKENIZER, workers, job.arguments["seed"])
-    with closing(stream), Progress(job.goal, job.tokens, progress) as bar:
-        while not job.done and (item := next(stream, None)) is not None:
-            job.add(item)
-            bar.update(job.tokens, job.documents)
+@dataclass
+class Preparation:
+    """An unfinished preparation, and the journal from which it resumes after a kill.
 
-
-def _finish(job: Job, tokenizer: Tokenizer) -> Manifest:
-    splits = {name: split.finish() for name, split in job.splits.items()}
-    manifest = Manifest(
-        job.arguments, tokenizer.vocabulary, tokenizer.end_of_text, job.dtype.name, splits
-    )
-    manifest.save(job.folder)
-    (job.folder / JOURNAL).unlink()
-    for name, split in splits.items():
-        if not split.documents and (name == "train" or job.arguments["val_fraction"]):
-            warnings.warn(
-                f"{job.folder}: none of the {job.documents} documents fell into the {name} split; "
-                "use more or shorter documents, or another val_fraction",
-                stacklevel=3,
-            )
-    return manifest
-
-
-def stdlib_place(folder: Path, kind: str = "bytes") -> Path:
-    """Where the running Python's standard library lies as shards, once they are made."""
-    return folder / f"stdlib-{platform.python_version()}-{kind}"
-
-
-def prepare_stdlib(folder: Path, tokenizer: str = "bytes") -> Path:
-    """The running Python's standard library as shards, made once; the folder that holds them.
-
-    It lies inside `folder` and is named after Python's version and the tokenizer.
+    The journal is one file that is replaced atomically, after the shards that it lists are on disk.
+    It holds the number of their documents and the tokens that did not fill a shard. What happened
+    after the last journal is repeated, with the same result.
     """
-    loaded, version = load_tokenizer(tokenizer), platform.python_version()
-    out = stdlib_place(folder, "bytes" if tokenizer == "bytes" else loaded.fingerprint[:12])
+
+    folder: Path
+    arguments: dict[str, Any]
+    dtype: np.dtype
+    documents: int = 0
+    chain: str = ""  # a hash over the hashes of all documents so far
+    splits: dict[str, SplitWriter] = field(init=False)
+
+    def __post_init__(self) -> None:
+        size = self.arguments["shard_tokens"]
+        self.splits = {name: SplitWriter(self.folder, name, self.dtype, size) for name in SPLITS}
+
+    @property
+    def tokens(self) -> int:
+        """The number of train tokens, which is what the goal limits."""
+        return self.splits["train"].tokens
+
+    @property
+    def goal(self) -> float:
+        return self.arguments["tokens"] or inf
+
+    def open(self, documents: Iterable[str]) -> Iterator[str]:
+        """Start or resume; return the documents that remain to be encoded."""
+        for path in self.folder.glob(".*.tmp"):  # of a killed process
+            path.unlink()
+        if (self.folder / JOURNAL).exists():
+            self._restore()
+            return self._skip(documents)
+        texts = iter(documents)
+        first = next(texts, None)
+        if first is None:
+            source = self.arguments["source"] or "the source"
+            raise ValueError(f"the corpus is empty: {source} has no documents")
+        self.save()  # first, so that a folder left by a kill is recognized
+        return chain([first], texts)
+
+    def add(self, document: Encoded) -> None:
+        """Add a document; if it fills a shard, write the shard and the journal."""
+        self._count(document.digest)
+        # By the hash, so that neither the order nor the number of workers matters.
+        fraction = int.from_bytes(document.digest[:8], "big") / 2**64
+        split = self.splits["val" if fraction < self.arguments["val_fraction"] else "train"]
+        ids, size = document.ids, document.size
+        if split.name == "train" and self.tokens + ids.size > self.goal:
+            room = int(self.goal) - self.tokens
+            ids, size = ids[:room], size * room // ids.size  # bytes in proportion
+        if split.add(ids, size):
+            self.save()
+
+    def _count(self, document_digest: bytes) -> None:
+        self.documents += 1
+        content = self.chain.encode() + document_digest
+        self.chain = hashlib.blake2b(content, digest_size=16).hexdigest()
+
+    def save(self) -> None:
+        """Write the journal."""
+        content = {
+            "arguments": self.arguments,
+            "documents": self.documents,
+            "chain": self.chain,
+            "splits": {name: asdict(writer.split) for name, writer in self.splits.items()},
+        }
+        about = np.frombuffer(json.dumps(content).encode(), np.uint8)
+        remainders: dict[str, Any] = {name: split.remainder for name, split in self.splits.items()}
+        with atomic_file(self.folder / JOURNAL) as file:
+            np.savez(file, about=about, **remainders)
+
+    def _restore(self) -> None:
+        with np.load(self.folder / JOURNAL, allow_pickle=False) as journal:
+            content = json.loads(journal["about"].tobytes())
+            remainders = {name: journal[name] for name in SPLITS}
+        _compare(self.folder, content["arguments"], self.arguments)
+        self.documents, self.chain = content["documents"], content["chain"]
+        for name, writer in self.splits.items():
+            writer.restore(Split.from_dict(content["splits"][name]), remainders[name])
+
+    def _skip(self, documents: Iterable[str]) -> Iterator[str]:
+        """Skip the documents in the journal, after a check that they are the same."""
+        texts = iter(documents)
+        expected = self.documents, self.chain
+        self.documents, self.chain = 0, ""
+        while self.documents < expected[0] and (text := next(texts, None)) is not None:
+            self._count(digest(text, self.arguments["seed"]))
+        if (self.documents, self.chain) != expected:
+            raise ValueError(
+                f"{self.folder} was started with other documents: the first {expected[0]} differ; "
+                "give the same ones, or prepare into an empty folder"
+            )
+        return texts
+
+    def encode(
+        self, texts: Iterator[str], tokenizer: Tokenizer, workers: int, progress: bool
+    ) -> None:
+        file, seed, goal = self.folder / TOKENIZER, self.arguments["seed"], self.arguments["tokens"]
+        stream = encode_all(texts, tokenizer, file, workers, seed)
+        bar = tqdm(
+            desc="prepare", total=goal, initial=self.tokens, unit=" tokens", unit_scale=True,
+            mininterval=0.2 if sys.stderr.isatty() else 10, disable=not progress,
+        )  # fmt: skip
+        with closing(stream), bar:
+            while self.tokens < self.goal and (document := next(stream, None)) is not None:
+                self.add(document)
+                bar.set_postfix_str(f"{self.documents:,} documents", refresh=False)
+                bar.update(self.tokens - bar.n)
+
+    def finish(self, tokenizer: Tokenizer) -> Manifest:
+        """Write the remaining tokens and the manifest."""
+        splits = {name: writer.finish() for name, writer in self.splits.items()}
+        vocabulary, end_of_text = tokenizer.vocabulary, tokenizer.end_of_text
+        manifest = Manifest(self.arguments, vocabulary, end_of_text, self.dtype.name, splits)
+        manifest.save(self.folder)
+        (self.folder / JOURNAL).unlink(missing_ok=True)  # another process may see the manifest
+        return manifest
+
+
+def stdlib_place(folder: Path) -> Path:
+    """Return the folder inside `folder` for the shards of the running Python's standard library."""
+    return folder / f"stdlib-{platform.python_version()}-bytes"
+
+
+def prepare_stdlib(folder: Path) -> Path:
+    """Prepare the running Python's standard library as bytes; return its `stdlib_place`."""
+    out = stdlib_place(folder)
     prepare(
         corpus.stdlib_documents(),
-        loaded,
+        BytesTokenizer(),
         out,
         val_fraction=0.03,
         workers=1,
         progress=False,
-        source=f"the standard library of Python {version}",
+        source=f"the standard library of Python {platform.python_version()}",
     )
     return out

@@ -1,184 +1,231 @@
-"""Token shards as windows, and batches as arithmetic.
+"""Token shards: their file format, the manifest that lists them, and how they are verified.
 
-Nothing here has state that a checkpoint would have to hold: a batch is a function of the step. The
-only import outside the standard library is numpy, because this is on the path of training.
+The file format is that of llm.c and modded-nanogpt, little endian: a header of 256 int32 (magic,
+version, number of tokens, zeros), then the tokens.
+
+    magic       version   tokens    written by
+    20240520    1         uint16    llm.c, modded-nanogpt, this package
+    20240520    2         uint32    this package, for vocabularies above 65,536
+    20240801    7         uint32    llm.c for Llama 3; read only
 """
 
-from functools import lru_cache
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from angular_lab.data.manifest import JOURNAL, SPLITS, Manifest, verify
-from angular_lab.data.prefetch import Prefetcher
-from angular_lab.data.shard_files import (
-    HEADER_BYTES,
-    MAGIC,
-    Header,
-    ShardInfo,
-    read_header,
-    write_shard,
-)
-from angular_lab.data.shuffle import permute
+MAGIC = 20240520
+HEADER_BYTES = 256 * 4
+LIMIT = 2**31  # the header counts tokens in int32
+UINT16, UINT32 = np.dtype("<u2"), np.dtype("<u4")
+FORMATS: dict[tuple[int, int], np.dtype] = {
+    (MAGIC, 1): UINT16,
+    (MAGIC, 2): UINT32,
+    (20240801, 7): UINT32,
+}
+VERSIONS: dict[np.dtype, int] = {UINT16: 1, UINT32: 2}
 
-__all__ = [
-    "MAGIC",
-    "Batches",
-    "Header",
-    "Prefetcher",
-    "ShardInfo",
-    "Tokens",
-    "permute",
-    "read_header",
-    "write_shard",
-]
-
-OPEN_SHARDS = 256  # a mapping keeps a file open, and 1,024 is a common limit
+MANIFEST = "manifest.json"
+MANIFEST_FORMAT = 1
+JOURNAL = ".journal.npz"  # exists while a folder is being prepared
+VERIFIED = ".verified.json"
+SPLITS = ("train", "val")
 
 
-def _map(path: Path, header: Header) -> NDArray[np.unsignedinteger]:
-    return np.memmap(path, header.dtype, "r", offset=HEADER_BYTES, shape=(header.tokens,))
+@dataclass(frozen=True)
+class ShardInfo:
+    """A shard's entry in the manifest."""
+
+    name: str
+    tokens: int
+    sha256: str
+    max_id: int  # -1 without tokens
 
 
-class Tokens:
-    """The shards of one split as windows of sequence + 1 tokens.
+@dataclass(frozen=True)
+class Split:
+    """The shards of a split in order, and the totals over its documents."""
 
-    Inside a shard, window i starts at token i * sequence: inputs and targets cover it, and what
-    does not fill a window at its end is left out. With a manifest the files are those it lists, and
-    their hashes are checked; otherwise every *train*.bin or *val*.bin, in sorted order.
-    """
+    documents: int
+    tokens: int
+    bytes: int  # of the documents in UTF-8, without the end-of-text tokens
+    files: tuple[ShardInfo, ...]
 
-    def __init__(self, folder: Path, split: str, sequence: int, vocabulary: int) -> None:
-        if split not in SPLITS:
-            raise ValueError(f"split={split!r} must be one of {', '.join(map(repr, SPLITS))}")
-        if sequence < 1 or vocabulary < 1:
-            raise ValueError(f"{sequence=} and {vocabulary=} must be at least 1")
-        self.folder, self.split = Path(folder), split
-        self.sequence, self.vocabulary = sequence, vocabulary
-        self.bytes_per_token: float | None = None  # for bits per byte; known with a manifest
-        self.paths = self._listed() or self._found()
-        self._headers = [read_header(path) for path in self.paths]
-        counts = [max(0, header.tokens - 1) // sequence for header in self._headers]
-        self._ends = np.cumsum(counts)
-        self._map = lru_cache(maxsize=OPEN_SHARDS)(_map)
+    @staticmethod
+    def from_dict(content: Mapping[str, Any]) -> "Split":
+        files = tuple(ShardInfo(**info) for info in content["files"])
+        return Split(content["documents"], content["tokens"], content["bytes"], files)
 
-    def _listed(self) -> list[Path]:
-        """The manifest's files; none without a manifest."""
-        manifest = Manifest.load(self.folder)
-        if manifest is None:
-            if (self.folder / JOURNAL).exists():
-                raise ValueError(
-                    f"{self.folder} is not finished: call prepare with the same arguments again"
-                )
-            return []
-        split = manifest.splits[self.split]
-        for info in split.files:
-            if info.max_id >= self.vocabulary:
-                raise ValueError(
-                    f"{self.folder / info.name} holds id {info.max_id}, but "
-                    f"vocabulary={self.vocabulary}: set model.vocabulary={manifest.vocabulary}"
-                )
-        if manifest.vocabulary > self.vocabulary:
-            raise ValueError(
-                f"the tokenizer of {self.folder} has {manifest.vocabulary} entries, but "
-                f"vocabulary={self.vocabulary}: set model.vocabulary={manifest.vocabulary}"
-            )
-        if not split.files:
-            raise ValueError(
-                f"{self.folder} has no {self.split} tokens: none of its "
-                f"{sum(s.documents for s in manifest.splits.values())} documents fell there; "
-                "prepare more or shorter documents (validation takes whole ones), or a larger "
-                "--val-fraction, into another folder"
-            )
-        verify(self.folder, split.files)
-        self.bytes_per_token = split.bytes / split.tokens
-        return [self.folder / info.name for info in split.files]
 
-    def _found(self) -> list[Path]:
-        paths = sorted(self.folder.glob(f"*{self.split}*.bin"))
-        if not paths:
-            raise ValueError(
-                f"{self.folder} has neither manifest.json nor *{self.split}*.bin files; make them "
-                "with prepare"
-            )
-        for path in paths:
-            if all(split in path.name for split in SPLITS):
-                raise ValueError(f"{path} could be train or val; its name must hold only one")
-        return paths
+@dataclass(frozen=True)
+class Manifest:
+    """A prepared folder. `arguments` are those of `prepare` that determine its bytes."""
+
+    arguments: dict[str, Any]
+    vocabulary: int
+    end_of_text: int
+    dtype: str
+    splits: dict[str, Split]
 
     @property
-    def token_count(self) -> int:
-        return sum(header.tokens for header in self._headers)
+    def fingerprint(self) -> str:
+        """The sha256 of what training depends on: tokens, vocabulary and tokenizer, but not where
+        the corpus was read from."""
+        content = {**asdict(self), "tokenizer": self.arguments["tokenizer"]}
+        del content["arguments"]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
-    def __len__(self) -> int:
-        return int(self._ends[-1])
+    def save(self, folder: Path) -> None:
+        write_json(folder / MANIFEST, {"format": MANIFEST_FORMAT, **asdict(self)})
 
-    def windows(self, indices: NDArray[np.integer]) -> NDArray[np.int64]:
-        """(k, sequence + 1): inputs are all but the last column, targets all but the first."""
-        if indices.size and not 0 <= indices.min() <= indices.max() < len(self):
+    @staticmethod
+    def load(folder: Path) -> "Manifest | None":
+        """Return the folder's manifest, or None if it has none."""
+        path = folder / MANIFEST
+        if not path.exists():
+            return None
+        try:
+            content = json.loads(path.read_text("utf-8"))
+            if content["format"] != MANIFEST_FORMAT:
+                raise ValueError(
+                    f"{path} has format {content['format']!r}; this version reads "
+                    f"{MANIFEST_FORMAT}: prepare the data again, or use the version of the package "
+                    "that wrote it"
+                )
+            splits = {name: Split.from_dict(content["splits"][name]) for name in SPLITS}
+            keys = ("arguments", "vocabulary", "end_of_text", "dtype")
+            return Manifest(*(content[key] for key in keys), splits=splits)
+        except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
             raise ValueError(
-                f"windows from {indices.min()} to {indices.max()} must lie in [0, {len(self)})"
-            )
-        out = np.empty((indices.size, self.sequence + 1), np.int64)
-        shards = np.searchsorted(self._ends, indices, side="right")
-        for row, shard, index in zip(out, shards, indices, strict=True):
-            start = self._start(int(shard), int(index))
-            mapped = self._map(self.paths[shard], self._headers[shard])
-            row[:] = mapped[start : start + self.sequence + 1]
-        if out.size and out.max() >= self.vocabulary:
-            self._refuse(out, shards, indices)
-        return out
+                f"{path} is damaged ({type(error).__name__}: {error}); prepare the data again"
+            ) from error
 
-    def _start(self, shard: int, index: int) -> int:
-        before = int(self._ends[shard - 1]) if shard else 0
-        return (index - before) * self.sequence
 
-    def _refuse(
-        self, out: NDArray[np.int64], shards: NDArray[np.integer], indices: NDArray[np.integer]
-    ) -> None:
-        row, column = (int(x[0]) for x in np.nonzero(out >= self.vocabulary))
-        shard = int(shards[row])
-        position = self._start(shard, int(indices[row])) + column
+def dtype_for(vocabulary: int) -> np.dtype:
+    return UINT16 if vocabulary <= 2**16 else UINT32
+
+
+@contextmanager
+def atomic_file(path: Path) -> Generator[BinaryIO, None, None]:
+    """Open a file that takes its name only when it is complete and on disk."""
+    # The name holds process and thread: ranks may write the same file concurrently.
+    temporary = path.parent / f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp"
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+    if os.name == "posix":  # a rename survives a power cut only if its folder is on disk, too
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    with atomic_file(path) as file:
+        file.write(json.dumps(content, indent=1).encode() + b"\n")
+
+
+def write_shard(path: Path, tokens: NDArray[np.unsignedinteger]) -> ShardInfo:
+    """Write a shard of uint16 or uint32 tokens atomically."""
+    dtype = tokens.dtype.newbyteorder("<")
+    if dtype not in VERSIONS or tokens.ndim != 1 or tokens.size >= LIMIT:
         raise ValueError(
-            f"{self.paths[shard]} holds id {out[row, column]} at position {position}, but "
-            f"vocabulary={self.vocabulary}; use the vocabulary of the tokenizer that made it"
+            f"{path}: tokens must be fewer than {LIMIT} in a one-dimensional array of uint16 or "
+            f"uint32, not {tokens.dtype.name} of shape {tokens.shape}"
         )
+    header = np.zeros(256, "<i4")
+    header[:3] = MAGIC, VERSIONS[dtype], tokens.size
+    digest = hashlib.sha256()
+    with atomic_file(path) as file:
+        for part in (header.data, np.ascontiguousarray(tokens, dtype).data):
+            file.write(part)
+            digest.update(part)
+    max_id = int(tokens.max()) if tokens.size else -1
+    return ShardInfo(path.name, tokens.size, digest.hexdigest(), max_id)
 
 
-class Batches:
-    """The batch of every step, for every rank.
+def read_header(path: Path) -> tuple[int, np.dtype]:
+    """Return the number and type of a shard's tokens; the file's size must agree with them."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(HEADER_BYTES)
+            size = os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist; prepare the data again") from None
+    if len(start) < HEADER_BYTES:
+        raise ValueError(
+            f"{path} is truncated: it has {size} bytes, but the header alone takes {HEADER_BYTES}"
+        )
+    magic, version, tokens = (int(x) for x in np.frombuffer(start, "<i4")[:3])
+    if (magic, version) not in FORMATS:
+        formats = " or ".join(f"{m} version {v}" for m, v in FORMATS)
+        raise ValueError(
+            f"{path} is not a token shard: it has magic {magic} version {version}, not {formats}"
+        )
+    dtype = FORMATS[magic, version]
+    expected = HEADER_BYTES + tokens * dtype.itemsize
+    if tokens < 0 or size != expected:
+        problem = "truncated" if size < expected else "damaged"
+        raise ValueError(
+            f"{path} is {problem}: {tokens} tokens of {dtype.name} take {expected} bytes, "
+            f"but the file has {size}; copy or prepare it again"
+        )
+    return tokens, dtype
 
-    Sample k = step * batch + j is window permutation(k mod N) of epoch k div N, with N windows and
-    a new permutation in every epoch. The order does not depend on the number of ranks.
+
+def verify(folder: Path, files: Sequence[ShardInfo]) -> None:
+    """Compare every file with its sha256, and remember the result until the file changes.
+
+    Ranks may do so concurrently. Then a result may be lost, and the next call computes it again.
     """
-
-    def __init__(self, tokens: Tokens, batch: int, seed: int) -> None:
-        if batch < 1:
-            raise ValueError(f"batch={batch} must be at least 1")
-        if len(tokens) < batch:
+    verified = _read_verified(folder)
+    changes = {}
+    for info in files:
+        path = folder / info.name
+        try:
+            status = path.stat()
+        except FileNotFoundError:
             raise ValueError(
-                f"{tokens.folder} has {len(tokens)} {tokens.split} windows of "
-                f"{tokens.sequence} tokens, fewer than one batch of {batch}; use a smaller batch "
-                "or sequence, or prepare more data"
-            )
-        self.tokens, self.size, self.seed = tokens, batch, seed
+                f"{path} is missing, but {MANIFEST} lists it; copy it or prepare the data again"
+            ) from None
+        entry = {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "sha256": info.sha256}
+        if verified.get(info.name) != entry:
+            _check_hash(path, info.sha256)
+            changes[info.name] = entry
+    if changes:
+        with suppress(OSError):  # a read-only folder: the next call verifies again
+            write_json(folder / VERIFIED, {**_read_verified(folder), **changes})
 
-    def batch(self, step: int, rank: int = 0, world: int = 1) -> NDArray[np.int64]:
-        """The contiguous share of one rank: (batch / world, sequence + 1)."""
-        return self.tokens.windows(self.indices(step, rank, world))
 
-    def indices(self, step: int, rank: int = 0, world: int = 1) -> NDArray[np.int64]:
-        """Which windows these are."""
-        if world < 1 or self.size % world:
-            raise ValueError(f"batch={self.size} must be divisible by world={world}")
-        if not 0 <= rank < world or step < 0:
-            raise ValueError(f"{rank=} must lie in [0, {world}) and {step=} must be at least 0")
-        share, n = self.size // world, len(self.tokens)
-        samples = step * self.size + rank * share + np.arange(share, dtype=np.int64)
-        epochs, places = np.divmod(samples, n)
-        out = np.empty_like(samples)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            out[here] = permute(places[here], n, self.seed, int(epoch))
-        return out
+def _read_verified(folder: Path) -> dict[str, Any]:
+    try:
+        content = json.loads((folder / VERIFIED).read_text("utf-8"))
+    except (OSError, ValueError):  # missing or damaged: verify everything
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _check_hash(path: Path, expected: str) -> None:
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    if sha256 != expected:
+        raise ValueError(
+            f"{path} is damaged: its sha256 is {sha256}, but {MANIFEST} lists {expected}; copy it "
+            "or prepare the data again"
+        )

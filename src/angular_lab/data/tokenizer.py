@@ -1,66 +1,58 @@
-"""Text to ids and back: a tokenizer.json, a name on the Hugging Face hub, or plain bytes."""
+"""Tokenizers: a tokenizer.json, a name on the Hugging Face hub, or plain bytes."""
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from angular_lab.data.corpus import END_OF_TEXT, optional
-from angular_lab.data.shard_files import atomic_file
+from angular_lab.data.shards import atomic_file
 
-# What known tokenizers call the token between documents, in the order of trust.
+# What common tokenizers call the token between documents, in order of preference.
 END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 BYTES_JSON = json.dumps({"angular_lab": "bytes", "vocabulary": 257, "end_of_text": 256})
 
 
-class _Backend(Protocol):
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
-    def decode(self, ids: Sequence[int]) -> str: ...
+class Tokenizer(ABC):
+    """Encodes text verbatim: a special token's name in a document gets no special id.
 
-
-class Tokenizer:
-    """Encodes text as text: what looks like a special token in it gets no special id.
-
-    So `end_of_text` never comes out of `encode`, and nothing is added at either end.
+    `encode` therefore never returns `end_of_text`, and adds nothing at either end.
     """
 
-    def __init__(self, backend: _Backend, text: str, vocabulary: int, end_of_text: int) -> None:
-        self._backend, self._json = backend, text
+    # the files that transformers' AutoTokenizer needs, or None if it lacks this tokenizer
+    for_transformers: dict[str, str] | None = None
+
+    def __init__(self, content: str, vocabulary: int, end_of_text: int) -> None:
+        self._json = content
         self.vocabulary, self.end_of_text = vocabulary, end_of_text
 
+    @abstractmethod
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]: ...
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str: ...
+
     def encode(self, text: str) -> list[int]:
-        return self._backend.encode_batch([text])[0]
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        return self._backend.encode_batch(texts)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._backend.decode(ids)
+        return self.encode_batch([text])[0]
 
     def save(self, path: Path) -> None:
-        """As json; `load_tokenizer` of that path gives this tokenizer back."""
+        """Write a JSON file from which `load_tokenizer` restores this tokenizer."""
         with atomic_file(Path(path)) as file:
             file.write(self._json.encode())
 
     @property
-    def for_transformers(self) -> dict[str, str] | None:
-        """Files from which its AutoTokenizer makes this tokenizer; None for bytes, which it does
-        not have."""
-        if self._json == BYTES_JSON:
-            return None
-        end = self.decode([self.end_of_text])
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "bos_token": end}
-        return {"tokenizer.json": self._json, "tokenizer_config.json": json.dumps(config)}
-
-    @property
     def fingerprint(self) -> str:
-        """sha256 of what `save` writes."""
+        """The sha256 of the file that `save` writes."""
         return hashlib.sha256(self._json.encode()).hexdigest()
 
 
-class _Bytes:
-    """An id per byte, and 256 between documents."""
+class BytesTokenizer(Tokenizer):
+    """One id per byte, and 256 between documents."""
+
+    def __init__(self) -> None:
+        super().__init__(BYTES_JSON, 257, 256)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [list(text.encode()) for text in texts]
@@ -71,39 +63,40 @@ class _Bytes:
         return b"".join(parts).decode(errors="replace")
 
 
-class _Library:
-    """The `tokenizers` library, without truncation, padding and special tokens."""
+class LibraryTokenizer(Tokenizer):
+    """One of the `tokenizers` library, without truncation, padding and special tokens."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, content: str, label: str) -> None:
         inner.no_truncation()
         inner.no_padding()
         inner.encode_special_tokens = True  # as text
         self._inner = inner
+        ids: dict[str, int] = inner.get_vocab(with_added_tokens=True)
+        end = next((name for name in END_NAMES if name in ids), None)
+        if end is None:
+            names = ", ".join(END_NAMES)
+            raise ValueError(f"{label} has no end-of-text token; it needs one of {names}")
+        # ids may have gaps, so the size follows from the largest id and not from their number
+        super().__init__(content, max(ids.values()) + 1, ids[end])
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "bos_token": end}
+        self.for_transformers = {
+            "tokenizer.json": content,
+            "tokenizer_config.json": json.dumps(config),
+        }
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        # the "fast" form leaves out the offsets, which nobody reads here
-        found = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in found]
+        # the "fast" variant does not compute offsets, which are not needed here
+        encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._inner.decode(list(ids), skip_special_tokens=False)
 
 
-def _from_library(inner: Any, text: str, label: str) -> Tokenizer:
-    vocabulary: dict[str, int] = inner.get_vocab(with_added_tokens=True)
-    ends = [vocabulary[name] for name in END_NAMES if name in vocabulary]
-    if not ends:
-        raise ValueError(
-            f"{label} has no token that ends a text; it needs one of {', '.join(END_NAMES)}"
-        )
-    # ids may have holes, so the largest counts and not how many there are
-    return Tokenizer(_Library(inner), text, max(vocabulary.values()) + 1, ends[0])
-
-
 def load_tokenizer(name: str) -> Tokenizer:
-    """ "bytes", the path of a tokenizer.json, or a name on the Hugging Face hub."""
+    """Return the tokenizer "bytes", that of a tokenizer.json's path, or one of the hub by name."""
     if name == "bytes":
-        return Tokenizer(_Bytes(), BYTES_JSON, 257, 256)
+        return BytesTokenizer()
     path = Path(name)
     if path.is_file():
         return _from_file(path)
@@ -112,46 +105,47 @@ def load_tokenizer(name: str) -> Tokenizer:
     library = optional("tokenizers").Tokenizer
     try:
         inner = library.from_pretrained(name)
-    except Exception as error:  # the library raises bare Exception for all of them
+    except Exception as error:  # the library raises plain Exception in all cases
         raise ValueError(
-            f"tokenizer {name!r} is neither 'bytes' nor a file, and the Hugging Face hub did not "
-            f"give it: either there is no such name or this machine is offline; download its "
-            f"tokenizer.json and give the path ({type(error).__name__}: {error})"
+            f"tokenizer {name!r} is neither 'bytes' nor a file, and cannot be loaded from the "
+            "Hugging Face hub: the name does not exist there or this machine is offline; download "
+            f"its tokenizer.json and give the path ({type(error).__name__}: {error})"
         ) from error
-    return _from_library(inner, inner.to_str(), name)
+    return LibraryTokenizer(inner, inner.to_str(), name)
 
 
 def _from_file(path: Path) -> Tokenizer:
-    # Its own text and not what the library makes of it: the fingerprint outlives library versions.
+    # Keep the file's own content, not the library's rendering: the fingerprint must not depend on
+    # the library's version.
     try:
-        text = path.read_text("utf-8")
-        content = json.loads(text)
+        content = path.read_text("utf-8")
+        if json.loads(content) == json.loads(BYTES_JSON):
+            return BytesTokenizer()
     except ValueError as error:
-        raise ValueError(f"{path} is no tokenizer.json: {error}") from error
-    if content == json.loads(BYTES_JSON):
-        return load_tokenizer("bytes")
+        raise ValueError(f"{path} is not a tokenizer.json: {error}") from error
     library = optional("tokenizers").Tokenizer
     try:
-        inner = library.from_str(text)
-    except Exception as error:  # the library raises bare Exception
-        raise ValueError(f"{path} is no tokenizer.json: {error}") from error
-    return _from_library(inner, text, str(path))
+        inner = library.from_str(content)
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(f"{path} is not a tokenizer.json: {error}") from error
+    return LibraryTokenizer(inner, content, str(path))
 
 
 def train_tokenizer(documents: Iterable[str], vocabulary: int) -> Tokenizer:
-    """Byte-level BPE with <|endoftext|> as id 0; a small corpus may give fewer entries."""
+    """Train a byte-level BPE with <|endoftext|> as id 0; a small corpus may give fewer entries."""
     if vocabulary < 257:
-        raise ValueError(f"vocabulary={vocabulary} must be at least 257: all bytes and the end")
+        raise ValueError(
+            f"vocabulary={vocabulary} must be at least 257: 256 bytes and the end-of-text token"
+        )
     library = optional("tokenizers")
-    pre, decoders = library.pre_tokenizers, library.decoders
     inner = library.Tokenizer(library.models.BPE())
-    inner.pre_tokenizer = pre.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
+    inner.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = library.decoders.ByteLevel()
     trainer = library.trainers.BpeTrainer(
         vocab_size=vocabulary,
         special_tokens=[END_OF_TEXT],
-        initial_alphabet=sorted(pre.ByteLevel.alphabet()),
+        initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     inner.train_from_iterator(documents, trainer)
-    return _from_library(inner, inner.to_str(), "the new tokenizer")
+    return LibraryTokenizer(inner, inner.to_str(), "the trained tokenizer")

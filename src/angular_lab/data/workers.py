@@ -1,4 +1,4 @@
-"""Documents to ids, in this process or in several, in the order of the documents."""
+"""Encode documents, in this process or in a pool of worker processes, in their order."""
 
 import hashlib
 import multiprocessing
@@ -15,30 +15,31 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from angular_lab.data.shard_files import dtype_for
+from angular_lab.data.shards import dtype_for
 from angular_lab.data.tokenizer import Tokenizer, load_tokenizer
 
 CHUNK_DOCUMENTS, CHUNK_CHARACTERS = 256, 1 << 20
-# A tokenizer needs some hundred bytes per token, so a book goes through it in pieces.
+# Tokenizers need some hundred bytes of memory per token, so a book is encoded in pieces.
 PIECE_CHARACTERS = 1 << 22
 
 
 class Encoded(NamedTuple):
-    """One document: the end-of-text token and its ids, and what the split is decided by."""
+    """One document: the end-of-text token and its ids, its size, and the hash that assigns it to a
+    split."""
 
     ids: NDArray[np.unsignedinteger]
-    size: int  # bytes of utf-8
+    size: int  # bytes of UTF-8
     digest: bytes
 
 
 def digest(text: str, seed: int) -> bytes:
-    """A hash of seed and text; stray surrogates, which are no text, count as question marks."""
+    """Return a hash of seed and text; lone surrogates count as question marks."""
     content = text.encode("utf-8", "replace")
     return hashlib.blake2b(content, digest_size=16, key=str(seed).encode()).digest()
 
 
 def pieces(text: str) -> Iterator[str]:
-    """The text in parts of bounded length, cut after line breaks where there are some."""
+    """Divide the text into parts of bounded length, after a line break where possible."""
     start = 0
     while len(text) - start > PIECE_CHARACTERS:
         end = start + PIECE_CHARACTERS
@@ -51,11 +52,11 @@ def pieces(text: str) -> Iterator[str]:
 def encode(tokenizer: Tokenizer, texts: Iterable[str], seed: int) -> list[Encoded]:
     clean = [text.encode("utf-8", "replace").decode() for text in texts]
     parts = [list(pieces(text)) for text in clean]
-    found = iter(tokenizer.encode_batch([piece for part in parts for piece in part]))
+    encoded = iter(tokenizer.encode_batch([piece for part in parts for piece in part]))
     dtype = dtype_for(tokenizer.vocabulary)
     out = []
     for text, part in zip(clean, parts, strict=True):
-        rows = [[tokenizer.end_of_text], *(next(found) for _ in part)]
+        rows = [[tokenizer.end_of_text], *(next(encoded) for _ in part)]
         ids = np.concatenate([np.array(row, dtype) for row in rows])
         out.append(Encoded(ids, len(text.encode()), digest(text, seed)))
     return out
@@ -77,23 +78,23 @@ def chunks(documents: Iterable[str]) -> Iterator[list[str]]:
 _tokenizer: Tokenizer | None = None  # of a worker process
 
 
-def _begin(file: str) -> None:
+def _start_worker(file: str) -> None:
     global _tokenizer
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this one
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends the pool
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the pool provides the parallelism
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     _tokenizer = load_tokenizer(file)
 
 
-def _end_with_parent() -> None:
-    """A pool's workers outlive a parent that is killed: they hold both ends of their pipe."""
+def _exit_with_parent() -> None:
+    """A pool's workers survive a killed parent: they hold both ends of their pipe."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
     os._exit(1)
 
 
-def _encode_here(texts: list[str], seed: int) -> list[Encoded]:
+def _encode_in_worker(texts: list[str], seed: int) -> list[Encoded]:
     assert _tokenizer is not None
     return encode(_tokenizer, texts, seed)
 
@@ -101,27 +102,27 @@ def _encode_here(texts: list[str], seed: int) -> list[Encoded]:
 def encode_all(
     documents: Iterable[str], tokenizer: Tokenizer, file: Path, workers: int, seed: int
 ) -> Generator[Encoded, None, None]:
-    """Every document in order; `file` is the saved tokenizer, from which workers build theirs."""
+    """Encode every document in order; workers load the tokenizer from `file`."""
     if workers == 1:
         for chunk in chunks(documents):
             yield from encode(tokenizer, chunk, seed)
         return
-    # spawn: a fork would copy threads' locks, torch's among them
+    # spawn: a fork would copy locks that other threads hold, such as torch's
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(str(file),))
-    waiting: deque[Future[list[Encoded]]] = deque()
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (str(file),))
+    pending: deque[Future[list[Encoded]]] = deque()
     try:
-        # Few chunks under way: the documents may be more than the memory holds.
+        # Only a few chunks are pending: the corpus may be larger than the memory.
         for chunk in chunks(documents):
-            waiting.append(pool.submit(_encode_here, chunk, seed))
-            if len(waiting) > 2 * workers:
-                yield from waiting.popleft().result()
-        while waiting:
-            yield from waiting.popleft().result()
+            pending.append(pool.submit(_encode_in_worker, chunk, seed))
+            if len(pending) > 2 * workers:
+                yield from pending.popleft().result()
+        while pending:
+            yield from pending.popleft().result()
     except BrokenProcessPool as error:
         raise RuntimeError(
-            "a worker process ended early: the memory may be too small, or the script that calls "
-            "prepare does so outside of `if __name__ == '__main__':`; workers=1 needs neither"
+            "a worker process died: it may have run out of memory, or the script calls prepare "
+            "outside of `if __name__ == '__main__':`; workers=1 avoids both"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from angular_lab.config.named_runs import named_run
-from angular_lab.data.manifest import Manifest
+from angular_lab.data.shards import Manifest
 from angular_lab.errors import UserError
 from angular_lab.experiments import ablations, extensions, one_pass, published
 from angular_lab.experiments.definition import (

@@ -45,7 +45,7 @@ def head_size(spec: ModelSpec) -> int:
 
 
 def kv_heads(spec: ModelSpec) -> int:
-    count = spec.kv_heads or spec.heads
+    count = spec.heads if spec.kv_heads is None else spec.kv_heads
     if spec.heads % count:
         raise ValueError(f"kv_heads={count} must divide heads={spec.heads}")
     return count

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from angular_lab.data.shards import Tokens
+from angular_lab.data.batches import Tokens
 from angular_lab.training.ranks import Ranks
 
 

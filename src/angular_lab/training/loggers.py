@@ -109,11 +109,11 @@ def check_loggers(spec: Spec) -> None:
             raise ValueError(f"dashboard.{key}={value}: only wandb has {key}; leave it empty")
     for name in _names(spec):
         if name not in LOGGERS:
-            raise ValueError(f"loggers={spec.loggers}: '{name}' is not one of {', '.join(LOGGERS)}")
+            raise ValueError(f"loggers={','.join(spec.loggers)}: '{name}' is not one of {', '.join(LOGGERS)}")
         module = _import(MODULES.get(name, name), name)
         if name == "wandb" and not _has_key(module):
             raise ValueError(
-                f"loggers={spec.loggers}: W&B has no valid API key; run wandb login, or set "
+                f"loggers={','.join(spec.loggers)}: W&B has no valid API key; run wandb login, or set "
                 "WANDB_API_KEY or WANDB_MODE=offline"
             )
 
@@ -134,7 +134,7 @@ def make_loggers(spec: Spec, run: RunFolder, step: int) -> list[Logger]:
 
 
 def _names(spec: Spec) -> list[str]:
-    return [name for name in spec.loggers.split(",") if name]
+    return list(spec.loggers)
 
 
 def _import(module: str, package: str) -> Any:

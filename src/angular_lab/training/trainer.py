@@ -1,6 +1,7 @@
 """The training loop: batch, step, evaluate, log, save."""
 
 import time
+from collections.abc import Generator
 from contextlib import closing
 from math import inf, isfinite
 from pathlib import Path
@@ -9,8 +10,7 @@ from typing import Any
 import torch
 
 from angular_lab.config.spec import Spec
-from angular_lab.data.prefetch import Prefetcher
-from angular_lab.data.shards import Batches, Tokens
+from angular_lab.data.batches import Batches, Tokens, prefetch
 from angular_lab.errors import UserError
 from angular_lab.models.tensor_parallel import clip_gradients
 from angular_lab.run_folder import RunFolder
@@ -223,8 +223,8 @@ class Trainer:
     def due(self, every: int | None) -> bool:
         return bool(every) and (self.step % every == 0 or self.step == self.spec.steps)
 
-    def prefetch(self) -> Prefetcher[tuple[torch.Tensor, torch.Tensor]]:
-        return Prefetcher(self.batch, self.step, self.spec.steps)
+    def prefetch(self) -> closing[Generator[tuple[torch.Tensor, torch.Tensor], None, None]]:
+        return closing(prefetch(self.batch, self.step, self.spec.steps))
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         windows = torch.from_numpy(
