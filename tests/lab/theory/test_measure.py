@@ -110,7 +110,7 @@ def test_lookahead_is_what_the_optimizer_orthogonalizes() -> None:
 
 
 def test_watching_does_not_change_a_run_and_measures_every_matrix(data, tmp_path) -> None:
-    spec = shortcut.tiny_spec(str(data))
+    spec = shortcut.nano_spec(str(data), quick=True)
     plain = train(spec, tmp_path / "plain", device="cpu")
     with shortcut.watch((2, 6)) as rows:
         watched = train(spec, tmp_path / "watched", device="cpu")

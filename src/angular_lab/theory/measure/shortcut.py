@@ -8,7 +8,6 @@ does not change.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from math import acos, degrees
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from angular_lab.config.named_runs import recipe
+from angular_lab.config.named_runs import nano
+from angular_lab.config.overrides import override
 from angular_lab.config.spec import Spec
 from angular_lab.training.start import train
 from angular_muown.theory import dual_steps, feasible, project, radial, tangent_polar
@@ -27,30 +27,23 @@ SAMPLED_STEPS = (1, 5, 20, 50, 100, 150, 200, 250, 300)
 INNER_STEPS = (1, 2, 3)
 WARM_STEPS = 5  # for which a multiplier is followed, the sampled step included
 TOLERANCE = 1e-5
+LEARNING_RATES = ("optim.lr=0.04", "optim.aux_lr=4e-3")  # the demo's, results/demo_grid.json
+QUICK = ("steps=6", "batch=2", "eval_tokens=64", "save_every=6", "schedule.warmup=2",
+         "model.layers=1", "model.width=24", "model.heads=2", "model.mlp=32",
+         "model.sequence=32")  # fmt: skip
 
 
-def nano_spec(data: str) -> Spec:
-    base = recipe("nano")
-    optim = replace(base.optim, lr=0.04, aux_lr=4e-3)  # the demo's, results/demo_grid.json
-    return replace(base, optim=optim, data=data)
-
-
-def tiny_spec(data: str) -> Spec:
-    """Return a run of a few seconds, for --quick: its numbers mean nothing."""
-    base = nano_spec(data)
-    model = replace(base.model, layers=1, width=24, heads=2, mlp=32, sequence=32)
-    schedule = replace(base.schedule, warmup=2)
-    values = {"steps": 6, "batch": 2, "eval_tokens": 64, "save_every": 6}
-    return replace(base, model=model, schedule=schedule, **values)
+def nano_spec(data: str, quick: bool = False) -> Spec:
+    return override(nano(), [*LEARNING_RATES, f"data={data}", *(QUICK if quick else ())])
 
 
 def measure(data: str, quick: bool = False) -> dict[str, Any]:
     """Train in a temporary folder and return one row per matrix and sampled step."""
-    spec = tiny_spec(data) if quick else nano_spec(data)
+    spec = nano_spec(data, quick)
     with TemporaryDirectory() as folder, watch((1, 3, 6) if quick else SAMPLED_STEPS) as rows:
         train(spec, Path(folder) / "run", device="cpu")
     return {
-        "recipe": spec.recipe,
+        "recipe": "nano",
         "lr": spec.optim.lr,
         "steps": spec.steps,
         "inner_steps": INNER_STEPS,
