@@ -104,13 +104,11 @@ def report(arguments: argparse.Namespace) -> None:
 
 
 def theory(arguments: argparse.Namespace) -> None:
-    from angular_lab.theory.command import run_theory
+    from angular_lab.theory.measure import measure
+    from angular_lab.theory.page import make_page
 
-    print(
-        run_theory(
-            arguments.parts, arguments.results, arguments.out, arguments.data, arguments.quick
-        )
-    )
+    measure(arguments.parts, arguments.results, arguments.data, arguments.quick)
+    print(make_page(arguments.results, arguments.out))
 
 
 def experiments(arguments: argparse.Namespace) -> None:

@@ -1,1 +1,1 @@
-"""A step on a cluster that is not at hand, simulated."""
+"""`angular-lab plan-ranks`: simulate an optimizer step on a cluster, on one CPU."""

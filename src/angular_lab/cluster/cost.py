@@ -1,42 +1,54 @@
-"""What a step over many ranks should take: a model, not a measurement.
+"""Estimated times of a step on many ranks: a model, not a measurement.
 
-A step has four parts. Rows: every rank reads and writes its own parts, at the speed of its memory.
-Alone: matrices that lie whole on a rank are orthogonalized there. Products: owners orthogonalize
-what comes to them; the longest work counts, because all wait for it. Wire: the slowest rank's
-bytes, and so many microseconds for each message. Products and wire overlap but for one round.
-Seconds and bytes throughout; docs/distributed.md has the formulas in words.
+A step has four parts. Rows: every rank reads and writes its own shards at the speed of its memory.
+Local matrices: a rank orthogonalizes those that it holds entirely. Products: owners orthogonalize
+the matrices sent to them; the slowest owner counts, because all ranks wait for it. Wire: the bytes
+of the slowest rank and a latency per message. Products and wire overlap except for one round.
+Units are seconds and bytes; docs/distributed.md explains the formulas.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from angular_lab.cluster.machine import Machine, Team
+from angular_lab.cluster.machine import Machine
 from angular_muown.distributed.assignment import GRAM_BYTES, GRAM_SUMS, Assignment, MatrixTask
 
 ITERATIONS = 5  # of Polar Express and of the quintic
-# Bytes that a step moves in memory for an entry of a float32 matrix on its rank: tensors read and
-# written by the operations of `update.update`, counted one by one in
-# tests/lab/cluster/test_rank_cost.py; then packing and unpacking: 4 to 2, 2 to 2; back 2 to 4,
-# 4 to 4.
+# Memory traffic per entry of a float32 matrix on its rank: the tensors that the operations of
+# `update.update` read and write, counted in tests/lab/cluster/test_cost.py.
 ROW_BYTES = 208
-PACKING_BYTES = 24
-# For an entry at its owner: put together 4, stacked 4, to float32 6, largest entry 4, divided 8,
-# norm 4, divided 8, to bf16 6; cut and packed for the way back 14.
+PACKING_BYTES = 24  # packed 4 to 2, unpacked 2 to 2; on the way back 2 to 4 and 4 to 4
+# Per entry at its owner: joined 4, stacked 4, to float32 6, largest entry 4, divided 8, norm 4,
+# divided 8, to bf16 6; split and packed for the way back 14.
 OWNER_BYTES = 58
 ADAMW_BYTES = 28  # fused: weight, gradient, two moments read; all but the gradient written
 
 
+class RankShare(NamedTuple):
+    """What one rank holds."""
+
+    matrix_entries: int
+    exchanged_entries: int  # of these, in parameters whose matrices are exchanged
+    adamw_entries: int
+    local_matrices: int  # entirely on this rank
+    local_cost: float  # s^2 (2l + s), summed over the local matrices
+    state_bytes: int
+
+
 @dataclass(frozen=True)
 class Exchange:
-    """A plan, and how far apart its ranks are."""
+    """The library's plan for one set of ranks, and the distance between them in rank numbers."""
 
     plan: Assignment
-    teams: tuple[Team, Team]  # inside a copy; of the copies
+    stride: int  # between the ranks of a copy
+    copy_stride: int  # between the copies
 
     def products(self, machine: Machine) -> float:
-        """Of the rank with the longest work; matrices by sums are worked on by all."""
+        """Time of the slowest owner; all ranks work on matrices by Gram sums."""
         plan = self.plan
         longest = polar_operations(float(plan.loads.max())) if plan.owners else 0.0
         summed = sum(_sum_operations(plan.tasks[i]) for i in plan.summed)
@@ -44,18 +56,19 @@ class Exchange:
 
     def wire(self, machine: Machine) -> float:
         plan = self.plan
-        near_owners, near_copies = (1 - t.outside(machine.ranks_per_node) for t in self.teams)
+        near_owners = 1 - outside(plan.places, self.stride, machine.ranks_per_node)
+        near_copies = 1 - outside(plan.copies, self.copy_stride, machine.ranks_per_node)
         gathered = self._gathered()
-        times = messages(plan) * machine.latency * 1e-6
-        slowest = torch.zeros_like(times)
+        latencies = messages(plan) * machine.latency * 1e-6
+        slowest = torch.zeros_like(latencies)
         for bytes_moved in plan.traffic:
             near = near_owners * (bytes_moved - gathered) + near_copies * gathered
             far = bytes_moved - near
             seconds = torch.maximum(near / machine.bandwidth, far / machine.internode) * 1e-9
             slowest = torch.maximum(slowest, seconds)
         sums = sum(_sum_bytes(plan.tasks[i]) for i in plan.summed)
-        rate = machine.bandwidth if near_owners == 1 else machine.internode
-        return float((times + slowest).max()) + sums * 1e-9 / rate
+        speed = machine.bandwidth if near_owners == 1 else machine.internode
+        return float((latencies + slowest).max()) + sums * 1e-9 / speed
 
     def _gathered(self) -> Tensor:
         plan = self.plan
@@ -64,26 +77,33 @@ class Exchange:
         return total.repeat(plan.copies)
 
     def owner_bytes(self) -> float:
-        """Moved in memory by the rank that owns most entries."""
+        """Memory traffic of the rank that owns the most entries."""
         entries = torch.zeros(self.plan.places * self.plan.copies, dtype=torch.float64)
         for i, owner in self.plan.owners.items():
             entries[owner] += self.plan.tasks[i].m * self.plan.tasks[i].n
         return OWNER_BYTES * float(entries.max())
 
     def overlapped(self, machine: Machine) -> float:
-        """Both at once, but for the first round's way there and the last one's back."""
+        """Time of both; only the first round's way there and the last one's back do not overlap."""
         products, wire = self.products(machine), self.wire(machine)
         return max(products, wire) + min(products, wire) / max(1, len(self.plan.rounds))
 
 
+def outside(size: int, stride: int, per_node: int) -> float:
+    """Return the share of a rank's peers in other nodes, for `size` ranks `stride` apart."""
+    if size == 1:
+        return 0.0
+    near = min(size, max(1, per_node // stride))
+    return (size - near) / (size - 1)
+
+
 def polar_operations(cost: float) -> float:
-    """For s^2 (2l + s): a multiplication and an addition for each, in every iteration."""
+    """Return the operations for a cost of s^2 (2l + s): multiply and add, in every iteration."""
     return ITERATIONS * 2 * cost
 
 
 def _sum_operations(task: MatrixTask) -> float:
-    """On the largest part: X X^T and P X at every start, four products of Gram matrices for an
-    iteration."""
+    """X X^T and P X of the largest part per sum, four Gram products per iteration."""
     s, largest = min(task.m, task.n), max(part.size for part in task.parts)
     return GRAM_SUMS * 4 * s * largest + ITERATIONS * 4 * 2 * s**3
 
@@ -95,43 +115,45 @@ def _sum_bytes(task: MatrixTask) -> float:
 
 
 def messages(plan: Assignment) -> Tensor:
-    """That each rank sends in a step: parts to owners, parts back, a ring between copies. What is
-    empty is not sent."""
+    """Return how many messages each rank sends in a step: parts to owners, parts back, and a ring
+    between copies. Empty parts are not sent."""
     count = torch.zeros(plan.copies, plan.places, dtype=torch.float64)
     for tasks in plan.rounds:
-        owned: dict[tuple[int, int], Tensor] = {}
+        senders: dict[tuple[int, int], Tensor] = {}  # by owner
         for i in tasks:
-            place, has_part = plan.place(i), plan.sizes(i) > 0
-            owned[place] = owned[place] | has_part if place in owned else has_part
-        for (copy, place), has_part in owned.items():
-            there = has_part.double()
-            there[place] = 0
-            count[copy] += there
-            count[copy, place] += there.sum()
+            owner, has_part = plan.place(i), plan.sizes(i) > 0
+            senders[owner] = senders[owner] | has_part if owner in senders else has_part
+        for (copy, place), has_part in senders.items():
+            sends = has_part.double()
+            sends[place] = 0
+            count[copy] += sends
+            count[copy, place] += sends.sum()
         count += plan.copies - 1
     return count.flatten()
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
+    """Seconds per step."""
+
     products: float
     wire: float
     rows: float
     total: float
 
 
-def estimate(
-    exchanges: list[Exchange], alone: float, matrix: int, shared: int, adamw: int, machine: Machine
-) -> Estimate:
-    """Of matrices that lie whole on the rank, the operations; of its parts, the entries of all
-    matrices, of those among them that are exchanged, and of AdamW's parameters. Sets of ranks take
-    their turns."""
-    moved = ROW_BYTES * matrix + PACKING_BYTES * shared + ADAMW_BYTES * adamw
-    rows = (moved + sum(x.owner_bytes() for x in exchanges)) / (machine.memory * 1e9)
-    by_rank = alone / (machine.tflops * 1e12)
+def estimate(exchanges: Sequence[Exchange], share: RankShare, machine: Machine) -> Estimate:
+    """Estimate a step of a rank with this share. Sets of ranks exchange one after the other."""
+    traffic = (
+        ROW_BYTES * share.matrix_entries
+        + PACKING_BYTES * share.exchanged_entries
+        + ADAMW_BYTES * share.adamw_entries
+        + sum(x.owner_bytes() for x in exchanges)
+    )
+    rows = traffic / (machine.memory * 1e9)
+    local = polar_operations(share.local_cost) / (machine.tflops * 1e12)
     return Estimate(
-        by_rank + sum(x.products(machine) for x in exchanges),
+        local + sum(x.products(machine) for x in exchanges),
         sum(x.wire(machine) for x in exchanges),
         rows,
-        rows + by_rank + sum(x.overlapped(machine) for x in exchanges),
+        rows + local + sum(x.overlapped(machine) for x in exchanges),
     )

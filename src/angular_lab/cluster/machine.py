@@ -1,4 +1,4 @@
-"""The machine that a plan for many ranks is made for: rates, and who is near whom."""
+"""The speed of the machines in a simulated cluster. Without torch, for the command's --help."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,38 +8,25 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _given(value: float, meaning: str) -> Any:
-    return field(default=value, metadata={"help": meaning})
+def _option(default: float, meaning: str) -> Any:
+    return field(default=default, metadata={"help": meaning})
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates that a rank can hold. The defaults are an H100's datasheet, but for two: `tflops` is
-    what plain products of bf16 reach in docs/performance.md, and `latency` is a guess."""
+    """Sustained speeds of a rank. The defaults are from an H100's datasheet, except two: `tflops`
+    is what plain bf16 products reach in docs/performance.md, and `latency` is a guess."""
 
-    bandwidth: float = _given(450.0, "GB/s that a rank sends to others of its node")
-    internode: float = _given(50.0, "GB/s that a rank sends to other nodes")
-    ranks_per_node: int = _given(8, "ranks of a node")
-    tflops: float = _given(500.0, "TFLOP/s of a rank's products")
-    memory: float = _given(3350.0, "GB/s of a rank's memory")
-    latency: float = _given(2.0, "microseconds for a message")
+    bandwidth: float = _option(450.0, "GB/s from a rank to the others of its node")
+    internode: float = _option(50.0, "GB/s from a rank to other nodes")
+    ranks_per_node: int = _option(8, "ranks per node")
+    tflops: float = _option(500.0, "TFLOP/s of a rank's matrix products")
+    memory: float = _option(3350.0, "GB/s of a rank's memory")
+    latency: float = _option(2.0, "microseconds per message")
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value < 0 or (value == 0 and name != "latency"):
+            if name == "latency" and value < 0:
+                raise ValueError(f"{flag(name)} {value:g}: it must be at least 0")
+            if name != "latency" and value <= 0:
                 raise ValueError(f"{flag(name)} {value:g}: it must be above 0")
-
-
-@dataclass(frozen=True)
-class Team:
-    """Ranks `stride` apart, the first at the start of a node."""
-
-    size: int
-    stride: int = 1
-
-    def outside(self, per_node: int) -> float:
-        """The share of a rank's peers that are in other nodes."""
-        if self.size == 1:
-            return 0.0
-        near = min(self.size, max(1, per_node // self.stride))
-        return (self.size - near) / (self.size - 1)

@@ -1,5 +1,5 @@
-"""`angular-lab theory`: the paper's theoretical half, measured and drawn.
+"""`angular-lab theory`: measure the paper's theory, check its claims and write a page about them.
 
-solver, guarantee, regimes, geometry and shortcut measure; what they find goes to JSON files. page
-and figures read those files and never import torch.
+`measure` writes one JSON file per part. `claims`, `tables`, `figures` and `page` read these files
+and never import torch.
 """

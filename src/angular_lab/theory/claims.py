@@ -1,127 +1,151 @@
-"""The claims, what was measured for each, and whether it holds."""
+"""The claims about the theory, each with its check and the section of the docs it belongs to."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from statistics import median
-from typing import Any
+from typing import NamedTuple
 
-from angular_lab.report.tables import Mark, Row, Table
-from angular_lab.theory.tables import momentum, verdict
+from angular_lab.report.tables import Mark, Table
+from angular_lab.theory.tables import Data, transport, verdict
 
-Data = dict[str, Any]
-SLACK = 0.05  # of predictions that hold on average only
-
-
-def claim(text: str, measured: str, holds: bool) -> Row:
-    return {"claim": text, "measured": measured, "verdict": verdict(holds)}
+SLACK = 0.05  # of predictions that hold only on average
+NOISE_SLACK = 0.03  # Gaussian noise meets its bound with equality, up to its sampling
 
 
-def claims(found: dict[str, Data]) -> Table:
-    makers = {
-        "solver": _solver_claims,
-        "guarantee": _guarantee_claims,
-        "regimes": _regime_claims,
-        "geometry": _geometry_claims,
-    }
-    rows = [row for part, make in makers.items() if part in found for row in make(found[part])]
-    if "shortcut" in found:
-        rows += _shortcut_numbers(found["shortcut"])
-    return Table("claims", "What was claimed and what was seen", rows)
+class Finding(NamedTuple):
+    measured: str
+    holds: bool | None  # None: a measurement without a prediction
 
 
-def _solver_claims(data: Data) -> list[Row]:
-    cells = data["cells"]
-    rectangular = [c for c in cells if c["shape"][0] != c["shape"][1]]
-    sharp = [c["steps_gap"][1] for c in cells]
-    dual = [c["steps_dual"][0] for c in rectangular]
-    gap = [c["steps_gap"][0] for c in rectangular]
-    tangency, norm = (max(c[key] for c in cells) for key in ("tangency", "norm_excess"))
-    return [
-        claim("The solver's gap is at most 1e-6 within 50 steps",
-              f"{_range(sharp)} steps", all(k is not None and k <= 50 for k in sharp)),
-        claim("Rectangular: the dual value is within 1e-3 after 3 steps",
-              f"{_range(dual)} steps", all(k is not None and k <= 3 for k in dual)),
-        claim("Rectangular: the proven gap is 1e-3 after 3 steps",
-              f"{_range(gap)} steps", all(k is not None and k <= 3 for k in gap)),
-        claim("The direction is tangent, and its norm at most 1, to 1e-10",
-              f"{tangency:.0e} and {norm:.0e}", tangency <= 1e-10 and norm <= 1e-10),
-    ]  # fmt: skip
+@dataclass(frozen=True)
+class Claim:
+    text: str
+    source: str  # the section of docs/theory.md about it
+    check: Callable[[Data], Finding]
 
 
-def _guarantee_claims(data: Data) -> list[Row]:
-    every = [*data["cells"], *data.get("rank_cells", [])]
-    ratios = [c["mean"] / c["bound"] for c in every]
-    duals = [c["dual_mean"] / c["bound"] for c in every]
-    # The Gaussian noise meets its bound with equality: 3% are its sampling.
-    worst = max(max(a["measured"].values()) for a in data["assumptions"])
-    rows = [
-        claim("The problems keep the theorem's assumptions",
-              f"the worst constant found is {worst:.3f} of the claimed one", worst <= 1.03),
-        claim("The mean gradient is under the theorem's bound in every cell",
-              f"{len(every)} cells, at {min(ratios):.3f} to {max(ratios):.3f} of the bound",
-              max(ratios) <= 1),
-        claim("So is its dual norm, which the proof is about",
-              f"at {min(duals):.3f} to {max(duals):.3f} of the bound", max(duals) <= 1),
-    ]  # fmt: skip
-    for problem in dict.fromkeys(s["problem"] for s in data["slopes"]):
-        slopes = [s["slope"] for s in data["slopes"] if s["problem"] == problem]
-        near = all(abs(s + 0.25) <= 0.05 for s in slopes)
-        rows.append(claim(f"{problem.capitalize()}: the mean falls as T^(-1/4), within 0.05",
-                          f"exponents {_numbers(slopes)}", near))  # fmt: skip
-    if "rank_exponents" in data:
-        own, dual = (data["rank_exponents"][key] for key in ("mean", "dual_mean"))
-        text = "At fixed L and σ the dual norm's mean grows no faster than min(m, n)^(1/4)"
-        measured = f"exponent {dual:.2f}; that of the Frobenius norm is {own:.2f}"
-        rows.append(claim(text, measured, dual <= 0.25))
-    return rows
-
-
-def _regime_claims(data: Data) -> list[Row]:
+def claims_table(results: dict[str, Data]) -> Table:
+    """Check every claim about the parts that were measured."""
     rows = []
-    for line in data["lines"]:
-        late = line["late"]
-        off = max(abs(late[key] / late[f"{key}_predicted"] - 1) for key in ("angle", "norm"))
-        measured = (
-            f"{late['angle']:.4g} rad, predicted {late['angle_predicted']:.4g}; "
-            f"norm {late['norm']:.3g}, predicted {late['norm_predicted']:.3g}"
-        )
-        text = f"{line['name']}: late angle and norm are the closed forms', within {SLACK:.0%}"
-        rows.append(claim(text, measured, off <= SLACK))
-    return rows
+    for part in results:
+        for claim in CLAIMS[part]:
+            measured, holds = claim.check(results[part])
+            mark = Mark("measured", "inconclusive") if holds is None else verdict(holds)
+            row = {"claim": claim.text, "measured": measured, "verdict": mark}
+            rows.append({**row, "section": claim.source})
+    return Table("claims", "Claims and measurements", rows, "Sections are those of docs/theory.md.")
 
 
-def _geometry_claims(data: Data) -> list[Row]:
-    worst = data["angle_error"]
-    text = "The angle formula holds at every step size"
-    rows = [claim(text, f"within {worst:.0e} degrees", worst < 1e-9)]
-    for row in momentum(data).rows:
-        change = row["transported: change"]
-        text = f"Transporting the momentum lowers the best loss ({row['problem']})"
-        rows.append(claim(text, f"{change}, seeds differ by {row['seeds differ by']}",
-                          row["gain"].value))  # fmt: skip
-    return rows
+def steps_within(
+    limit: int, key: str, accuracy: float, data: Data, *, rectangular: bool = False
+) -> Finding:
+    """Compare the steps to an accuracy with a limit; None is an accuracy that was not reached."""
+    cells = [c for c in data["cells"] if not rectangular or c["shape"][0] != c["shape"][1]]
+    steps = [cell[key][data["accuracies"].index(accuracy)] for cell in cells]
+    reached = [k for k in steps if k is not None]
+    measured = f"{min(reached)} to {max(reached)} steps" if reached else "never reached"
+    if len(reached) < len(steps):
+        return Finding(f"{measured}, in {len(reached)} of {len(steps)} cells", False)
+    return Finding(measured, max(reached) <= limit)
 
 
-def _shortcut_numbers(data: Data) -> list[Row]:
-    later = [row for row in data["rows"] if row["step"] > 1]
-    rows = []
-    for key, text, form in (
-        ("dual_gap", "The shortcut's dual gap", "{:.1%}"),
-        ("angle", "The shortcut's angle to the exact direction", "{:.0f}°"),
-        ("lost", "Descent it misses at equal operator norm", "{:.0%}"),
-    ):
-        values = sorted(row[key] for row in later)
-        measured = [form.format(x) for x in (median(values), values[0], values[-1])]
-        rows.append({"claim": text, "measured": "median {}, from {} to {}".format(*measured),
-                     "verdict": Mark("measured", "inconclusive")})  # fmt: skip
-    return rows
+def feasible(data: Data) -> Finding:
+    tangency, norm = (max(c[key] for c in data["cells"]) for key in ("tangency", "norm_excess"))
+    return Finding(f"{tangency:.0e} and {norm:.0e}", tangency <= 1e-10 and norm <= 1e-10)
 
 
-def _range(steps: Sequence[int | None]) -> str:
-    known = [k for k in steps if k is not None]
-    missed = len(steps) - len(known)
-    text = f"{min(known)} to {max(known)}" if known else "no"
-    return text + (f", {missed} not reached in" if missed else "")
+def assumptions_hold(data: Data) -> Finding:
+    worst = max(max(row["measured"].values()) for row in data["assumptions"])
+    measured = f"the largest value is {worst:.3f} of the claimed constant"
+    return Finding(measured, worst <= 1 + NOISE_SLACK)
 
 
-def _numbers(values: Sequence[float]) -> str:
-    return ", ".join(f"{value:.3f}" for value in values)
+def below_bound(key: str, data: Data) -> Finding:
+    ratios = [cell[key] / cell["bound"] for cell in data["cells"] + data["rank_cells"]]
+    measured = f"{len(ratios)} cells, at {min(ratios):.3f} to {max(ratios):.3f} of the bound"
+    return Finding(measured, max(ratios) <= 1)
+
+
+def falls_as_predicted(problem: str, data: Data) -> Finding:
+    slopes = [row["slope"] for row in data["slopes"] if row["problem"] == problem]
+    listed = ", ".join(f"{slope:.3f}" for slope in slopes)
+    return Finding(f"exponents {listed}", max(abs(slope + 0.25) for slope in slopes) <= 0.05)
+
+
+def rank_exponent(data: Data) -> Finding:
+    frobenius, dual = (data["rank_exponents"][key] for key in ("mean", "dual_mean"))
+    measured = f"exponent {dual:.2f}; that of the Frobenius norm is {frobenius:.2f}"
+    return Finding(measured, dual <= 0.25)
+
+
+def regime_predicted(name: str, data: Data) -> Finding:
+    late = next(regime["late"] for regime in data["lines"] if regime["name"] == name)
+    error = max(abs(late[key] / late[f"{key}_predicted"] - 1) for key in ("angle", "norm"))
+    measured = (
+        f"{late['angle']:.4g} rad, predicted {late['angle_predicted']:.4g}; "
+        f"norm {late['norm']:.3g}, predicted {late['norm_predicted']:.3g}"
+    )
+    return Finding(measured, error <= SLACK)
+
+
+def angle_formula(data: Data) -> Finding:
+    error = data["angle_error"]
+    return Finding(f"within {error:.0e} degrees", error < 1e-9)
+
+
+def transport_gains(problem: str, data: Data) -> Finding:
+    t = transport(data, problem)
+    return Finding(f"{t.change:+.1%}, seeds differ by {t.spread:.0%}", t.gains)
+
+
+def distribution(key: str, form: str, data: Data) -> Finding:
+    """Describe a column over all matrices and sampled steps but the first step."""
+    values = [row[key] for row in data["rows"] if row["step"] > 1]
+    middle, low, high = (form.format(x) for x in (median(values), min(values), max(values)))
+    return Finding(f"median {middle}, from {low} to {high}", None)
+
+
+DIRECTION, GUARANTEE, SHORTCUT = "The direction", "The guarantee", "The shortcut"
+CLAIMS = {  # by the part whose results the checks read
+    "solver": [
+        Claim("The solver's gap is at most 1e-6 within 50 steps", DIRECTION,
+              partial(steps_within, 50, "steps_gap", 1e-6)),
+        Claim("Rectangular: the dual value is within 1e-3 after 3 steps", DIRECTION,
+              partial(steps_within, 3, "steps_dual", 1e-3, rectangular=True)),
+        Claim("Rectangular: the proven gap is 1e-3 after 3 steps", DIRECTION,
+              partial(steps_within, 3, "steps_gap", 1e-3, rectangular=True)),
+        Claim("The direction is tangent, and its norm at most 1, to 1e-10", DIRECTION, feasible),
+    ],
+    "guarantee": [
+        Claim("The problems satisfy the theorem's assumptions", GUARANTEE, assumptions_hold),
+        Claim("The mean gradient is below the theorem's bound in every cell", GUARANTEE,
+              partial(below_bound, "mean")),
+        Claim("So is its dual norm, which the proof bounds", GUARANTEE,
+              partial(below_bound, "dual_mean")),
+        *(Claim(f"{problem.capitalize()}: the mean falls as T^(-1/4), within 0.05", GUARANTEE,
+                partial(falls_as_predicted, problem))
+          for problem in ("alignment", "regression", "neurons")),
+        Claim("At fixed L and σ the mean dual norm grows no faster than min(m, n)^(1/4)",
+              GUARANTEE, rank_exponent),
+    ],
+    "regimes": [
+        Claim(f"{name}: late angle and norm match the closed forms within {SLACK:.0%}",
+              "The regimes, simulated", partial(regime_predicted, name))
+        for name in ("weight decay", "weight decay, momentum", "Muown", "Muown, momentum",
+                     "AngularMuown, momentum")
+    ],
+    "geometry": [
+        Claim("The angle formula holds at every step size", "The angle of a step", angle_formula),
+        *(Claim(f"Transporting the momentum lowers the best loss ({problem})",
+                "The geometry of a step", partial(transport_gains, problem))
+          for problem in ("regression", "neurons")),
+    ],
+    "shortcut": [
+        Claim("Dual gap of the shortcut", SHORTCUT, partial(distribution, "dual_gap", "{:.1%}")),
+        Claim("Angle between the shortcut and the exact direction", SHORTCUT,
+              partial(distribution, "angle", "{:.0f}°")),
+        Claim("Descent that the shortcut loses at equal operator norm", SHORTCUT,
+              partial(distribution, "lost", "{:.0%}")),
+    ],
+}  # fmt: skip

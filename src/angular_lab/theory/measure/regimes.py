@@ -1,8 +1,8 @@
-"""Table 1 of the paper, simulated: what becomes of the angle of a step under white noise.
+"""Table 1 of the paper, simulated: the angle of a step under white-noise gradients.
 
-A row of length nu takes steps of length a. Independent steps are perpendicular on average, so
-squares add up. Momentum makes neighbours alike: over times longer than its memory, squares grow
-c times as fast, c = the sum of the correlations of a step with all the others.
+A row of norm nu takes steps of length a. Independent steps are perpendicular on average, so their
+squares add up. Momentum correlates successive steps: over times longer than its memory, squared
+norms grow c times as fast, where c is the sum of a step's correlations with all others.
 """
 
 from collections.abc import Callable
@@ -20,16 +20,17 @@ SHAPE = (16, 64)
 STEPS = 6_000
 MUON_LR, DECAY, MUOWN_LR, ANGULAR_LR, WARMUP = 0.05, 0.1, 0.05, 0.02, 500
 BETA = 0.95
-POINTS = 60  # on the figure, evenly in the logarithm of the step
+POINTS = 60  # in the figure, evenly spaced in the logarithm of the step
 
-Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
-def memory(beta: float, keep: float = 1.0) -> float:
-    """c of Nesterov's look-ahead, whose gradients have the weights 1 + beta, beta^2, beta^3, ...
+def growth_factor(beta: float, keep: float = 1.0) -> float:
+    """Return c for momentum with Nesterov's look-ahead.
 
-    Steps that are k apart have a correlation in proportion to beta^k. Decay by the factor keep
-    leaves keep^k of the older one.
+    The gradients of a step have the weights 1 + beta, beta^2, beta^3, ..., so the correlation of
+    steps k apart is proportional to beta^k. Decay by the factor `keep` leaves keep^k of the older
+    one.
     """
     tail = beta**4 / (1 - beta**2)
     correlation = ((1 + beta) * beta + tail) / ((1 + beta) ** 2 + tail)
@@ -37,22 +38,22 @@ def memory(beta: float, keep: float = 1.0) -> float:
 
 
 def decayed_norm(t: int, lr: float, decay: float, c: float, start: float = 1.0) -> float:
-    """Weight decay: nu^2 <- (1 - lr decay)^2 nu^2 + c lr^2, from the start to its fixed point."""
+    """Return the norm after t steps nu^2 <- (1 - lr decay)^2 nu^2 + c lr^2."""
     keep = (1 - lr * decay) ** 2
     fixed = c * lr**2 / (1 - keep)
     return sqrt(fixed + (start**2 - fixed) * keep**t)
 
 
 def grown_norm(t: int, lr: float, c: float, start: float = 1.0) -> float:
-    """Muown's stored norm: rho^2 = rho_0^2 + c lr^2 t."""
+    """Return Muown's stored norm after t steps: rho^2 = rho_0^2 + c lr^2 t."""
     return sqrt(start**2 + c * lr**2 * t)
 
 
 class Regime(NamedTuple):
     name: str
-    make: Make
-    norm: Callable[[int], float]  # before step t: what the step's length is divided by
-    step: Callable[[int], float]  # that length
+    make: MakeOptimizer
+    norm: Callable[[int], float]  # before step t: the divisor of the step's length
+    step: Callable[[int], float]  # the step's length
 
     def angle(self, t: int) -> float:
         return atan(self.step(t) / self.norm(t))
@@ -62,33 +63,36 @@ def regimes() -> list[Regime]:
     exact = {"orthogonalize": "svd", "scale": "none"}
 
     def weight_decay(name: str, beta: float) -> Regime:
-        def make(p: list[nn.Parameter]) -> torch.optim.Optimizer:
-            return Muon(p, lr=MUON_LR, weight_decay=DECAY, momentum=beta, **exact)
-
-        def norm(t: int) -> float:
-            return decayed_norm(t, MUON_LR, DECAY, memory(beta, 1 - MUON_LR * DECAY))
-
-        return Regime(name, make, norm, lambda t: MUON_LR / (1 - MUON_LR * DECAY))
+        keep = 1 - MUON_LR * DECAY
+        c = growth_factor(beta, keep)
+        return Regime(
+            name,
+            lambda p: Muon(p, lr=MUON_LR, weight_decay=DECAY, momentum=beta, **exact),
+            lambda t: decayed_norm(t, MUON_LR, DECAY, c),
+            lambda t: MUON_LR / keep,
+        )
 
     def implicit(name: str, beta: float) -> Regime:
-        def make(p: list[nn.Parameter]) -> torch.optim.Optimizer:
-            return Muown(p, lr=MUOWN_LR, momentum=beta, radius="fixed", **exact)
+        c = growth_factor(beta)
+        return Regime(
+            name,
+            lambda p: Muown(p, lr=MUOWN_LR, momentum=beta, radius="fixed", **exact),
+            lambda t: grown_norm(t, MUOWN_LR, c),
+            lambda t: MUOWN_LR,
+        )
 
-        return Regime(name, make, lambda t: grown_norm(t, MUOWN_LR, memory(beta)),
-                      lambda t: MUOWN_LR)  # fmt: skip
-
-    def explicit(p: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return AngularMuown(p, lr=ANGULAR_LR, momentum=BETA, warmup_steps=WARMUP, **exact)
-
-    def scheduled(t: int) -> float:
-        return ANGULAR_LR * inverse_polynomial(t, WARMUP, 1e-3, 1.0)
-
+    explicit = Regime(
+        "AngularMuown, momentum",
+        lambda p: AngularMuown(p, lr=ANGULAR_LR, momentum=BETA, warmup_steps=WARMUP, **exact),
+        lambda t: 1.0,
+        lambda t: ANGULAR_LR * inverse_polynomial(t, WARMUP, 1e-3, 1.0),
+    )
     return [
         weight_decay("weight decay", 0.0),
         weight_decay("weight decay, momentum", BETA),
         implicit("Muown", 0.0),
         implicit("Muown, momentum", BETA),
-        Regime("AngularMuown, momentum", explicit, lambda t: 1.0, scheduled),
+        explicit,
     ]
 
 
@@ -96,15 +100,17 @@ def measure(steps: int = STEPS) -> dict[str, Any]:
     return {
         "shape": SHAPE,
         "steps": steps,
-        "memory": memory(BETA),
-        "lines": [line(regime, steps) for regime in regimes()],
+        "memory": growth_factor(BETA),
+        "lines": [measure_regime(regime, steps) for regime in regimes()],
     }
 
 
-def line(regime: Regime, steps: int) -> dict[str, Any]:
-    """Angle and norm, measured and predicted: as means over windows, and over the second half."""
-    columns = dict(zip(("angle", "norm"), simulate(regime.make, steps), strict=True))
-    columns |= {
+def measure_regime(regime: Regime, steps: int) -> dict[str, Any]:
+    """Return measured and predicted angles and norms: by window, and over the second half."""
+    angle, norm = simulate(regime.make, steps)
+    columns = {
+        "angle": angle,
+        "norm": norm,
         "angle_predicted": [regime.angle(t) for t in range(steps)],
         "norm_predicted": [regime.norm(t) for t in range(steps)],
     }
@@ -120,14 +126,16 @@ def line(regime: Regime, steps: int) -> dict[str, Any]:
 
 
 def windows(steps: int) -> list[tuple[int, int]]:
-    """Ranges of steps whose ends grow in proportion."""
+    """Return consecutive ranges of steps whose ends grow geometrically."""
     ends = sorted({round(steps ** (k / POINTS)) for k in range(POINTS + 1)})
     return [(a - 1, b - 1) for a, b in pairwise(ends)]
 
 
-def simulate(make: Make, steps: int) -> tuple[list[float], list[float]]:
-    """The mean angle of the rows at every step, under gradients that are white noise, and the mean
-    norm that the step was divided by: Muown's stored one, or that of what is retracted."""
+def simulate(make: MakeOptimizer, steps: int) -> tuple[list[float], list[float]]:
+    """Return the rows' mean angle and mean norm at every step under white-noise gradients.
+
+    The norm is the one that divides the step: Muown's stored norm, Muon's row norm, or 1.
+    """
     random = torch.Generator().manual_seed(0)
     m, n = SHAPE
     model = nn.Linear(n, m, bias=False, dtype=torch.float64)

@@ -1,5 +1,4 @@
-"""The geometry of a step: angles at every size, two ways back to the spheres, and what carrying the
-momentum along is worth."""
+"""The geometry of a step: angles of all step sizes, two retractions, and transported momentum."""
 
 from collections.abc import Sequence
 from math import atan2, degrees, pi
@@ -19,44 +18,44 @@ from angular_muown.theory import (
     retract,
 )
 
-RADIAL = (0.0, 0.5, -0.5, -1.5)  # <xi, U>; below -1 the row is thrown over to the other side
+RADIAL = (0.0, 0.5, -0.5, -1.5)  # <xi, U>; below -1 the row lands on the opposite side
 SIZES = tuple(10 ** (k / 10) for k in range(-30, 16))
 SHAPE, STEPS, SEEDS = (12, 16), 300, 4
-RATES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+LEARNING_RATES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 BETA = 0.95
-VARIANTS = (
-    ("as in the paper", {}),
-    ("momentum projected", {"transport": "project"}),
-    ("momentum transported", {"transport": "parallel"}),
-    ("exponential, transported", {"transport": "parallel", "retraction": "exponential"}),
-)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as in the paper": {},
+    "momentum projected": {"transport": "project"},
+    "momentum transported": {"transport": "parallel"},
+    "exponential, transported": {"transport": "parallel", "retraction": "exponential"},
+}
 
 
-def measure(steps: int = STEPS, rates: Sequence[float] = RATES) -> dict[str, Any]:
+def measure(steps: int = STEPS, learning_rates: Sequence[float] = LEARNING_RATES) -> dict[str, Any]:
     problems: list[Problem] = [Regression(*SHAPE, noise=0.1), Neurons(*SHAPE)]
+    curves = angle_curves()
+    errors = [abs(a - b) for c in curves for a, b in zip(c["measured"], c["formula"], strict=True)]
     return {
-        "angles": (lines := angles()),
-        "angle_error": max(
-            abs(a - b) for x in lines for a, b in zip(x["measured"], x["formula"], strict=True)
-        ),
-        "moves": moves(),
+        "angles": curves,
+        "angle_error": max(errors),
+        "moves": compare_retractions(),
         "momentum": {
             "shape": SHAPE,
             "steps": steps,
             "seeds": SEEDS,
             "beta": BETA,
             "runs": [
-                {"problem": problem.name, "variant": name, "lr": lr, **run(problem, lr, steps, how)}
+                {"problem": problem.name, "variant": variant, "lr": lr,
+                 **run(problem, lr, steps, options)}
                 for problem in problems
-                for name, how in VARIANTS
-                for lr in rates
+                for variant, options in VARIANTS.items()
+                for lr in learning_rates
             ],
         },
-    }
+    }  # fmt: skip
 
 
-def _row() -> tuple[Tensor, Tensor]:
-    """A unit row and a unit vector perpendicular to it."""
+def unit_row_and_tangent() -> tuple[Tensor, Tensor]:
     random = torch.Generator().manual_seed(0)
     U, V = (torch.randn(1, 12, generator=random, dtype=torch.float64) for _ in range(2))
     U = U / U.norm()
@@ -65,13 +64,13 @@ def _row() -> tuple[Tensor, Tensor]:
 
 
 def angle(U: Tensor, V: Tensor) -> float:
-    """Degrees between two unit rows; exact for small and for large ones."""
+    """Return the degrees between two unit rows, accurate for small and for large angles."""
     return degrees(2 * atan2(float((V - U).norm()), float((V + U).norm())))
 
 
-def angles() -> list[dict[str, Any]]:
-    """Measured after the retraction, and by tan theta = |xi_perp| / (1 + <xi, U>)."""
-    U, V = _row()
+def angle_curves() -> list[dict[str, Any]]:
+    """Return angles measured after the retraction and by tan theta = |xi_perp| / (1 + <xi, U>)."""
+    U, V = unit_row_and_tangent()
     return [
         {
             "radial": along,
@@ -83,10 +82,10 @@ def angles() -> list[dict[str, Any]]:
     ]
 
 
-def moves() -> dict[str, Any]:
-    """The angles of the retraction and of the exponential map, and the angle between the two."""
-    U, V = _row()
-    sizes = [size for size in SIZES if size < pi]  # beyond, the great circle comes back
+def compare_retractions() -> dict[str, Any]:
+    """Return the angles of normalizing and of the exponential map, and the angle between them."""
+    U, V = unit_row_and_tangent()
+    sizes = [size for size in SIZES if size < pi]  # longer steps come back along the great circle
     ends = [(retract(U, size * V), exponential(U, size * V)) for size in sizes]
     return {
         "sizes": sizes,
@@ -97,11 +96,11 @@ def moves() -> dict[str, Any]:
     }
 
 
-def run(problem: Problem, lr: float, steps: int, how: dict[str, Any]) -> dict[str, float]:
-    """Loss at the end of a run that cools down, and how much of the momentum points along U."""
+def run(problem: Problem, lr: float, steps: int, options: dict[str, Any]) -> dict[str, float]:
+    """Return the final loss of a run with a cooldown, and the momentum's mean share along U."""
     random = torch.Generator().manual_seed(1)
     p = nn.Parameter(problem.U_1.expand(SEEDS, -1, -1).clone())
-    optimizer = IdealizedAngularMuown([p], lr, BETA, inner_steps=2, **how)
+    optimizer = IdealizedAngularMuown([p], lr, BETA, inner_steps=2, **options)
     share = 0.0
     for t in range(steps):
         optimizer.param_groups[0]["lr"] = lr * min(1.0, 2 - 2 * t / steps)  # falls in the 2nd half

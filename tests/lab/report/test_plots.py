@@ -1,0 +1,19 @@
+"""Drawing a panel."""
+
+from matplotlib.figure import Figure
+
+from angular_lab.report.plots import Panel, Trace, _legend_columns, draw
+
+
+def test_legend_columns_are_filled_as_matplotlib_does() -> None:
+    """Four labels in three columns are two, one and one: wider than two and two."""
+    labels = ["as in the paper", "momentum projected", "momentum transported", "exponential map"]
+    assert _legend_columns(labels) == 2
+    assert _legend_columns(["a", "b", "c"]) == 3
+    assert _legend_columns(["a" * 60, "b"]) == 1
+
+
+def test_an_axis_may_begin_at_zero() -> None:
+    axes = Figure().add_subplot()
+    draw(axes, Panel([Trace([1, 2], [5, 6], 0)], "x", "y", y_bottom=0))
+    assert axes.get_ylim()[0] == 0

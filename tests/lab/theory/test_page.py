@@ -1,0 +1,117 @@
+"""The page and docs/theory.md show the numbers and verdicts of results/theory."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from angular_lab.theory.claims import CLAIMS, claims_table
+from angular_lab.theory.page import PARTS, make_page
+from angular_muown.theory import Alignment
+
+ROOT = Path(__file__).parents[3]
+RESULTS = ROOT / "results" / "theory"
+DOCS = (ROOT / "docs" / "theory.md").read_text()
+FIGURES = ROOT / "docs" / "figures" / "theory"
+
+
+@pytest.fixture
+def results() -> dict[str, Any]:
+    return {part: json.loads((RESULTS / f"{part}.json").read_text()) for part in PARTS}
+
+
+def verdicts(results: dict[str, Any]) -> dict[str, str]:
+    return {row["claim"]: row["verdict"].value for row in claims_table(results).rows}
+
+
+def test_every_measured_case_has_a_claim_and_every_claim_a_section(results) -> None:
+    claims = [claim for part in CLAIMS for claim in CLAIMS[part]]
+    texts = [claim.text for claim in claims]
+    assert list(verdicts(results)) == texts
+    cases = [line["name"] for line in results["regimes"]["lines"]]
+    cases += [slope["problem"].capitalize() for slope in results["guarantee"]["slopes"]]
+    for case in cases:
+        assert sum(text.startswith(f"{case}: ") for text in texts) == 1, case
+    for claim in claims:
+        assert re.search(rf"^##+ {re.escape(claim.source)}$", DOCS, re.MULTILINE), claim
+
+
+def _spoil(results: dict[str, Any]) -> None:
+    results["solver"]["cells"][4]["steps_gap"] = [None, None]
+    results["solver"]["cells"][4]["steps_dual"][0] = 4
+    results["solver"]["cells"][4]["tangency"] = 1e-9
+    results["guarantee"]["assumptions"][3]["measured"]["noise"] = 1.04
+    results["guarantee"]["cells"][7]["mean"] = 1.01 * results["guarantee"]["cells"][7]["bound"]
+    results["guarantee"]["rank_cells"][1]["dual_mean"] = 2.0
+    results["guarantee"]["rank_exponents"]["dual_mean"] = 0.26
+    for slope in results["guarantee"]["slopes"]:
+        slope["slope"] = -0.19
+    for line in results["regimes"]["lines"]:
+        line["late"]["norm"] *= 1.1
+    results["geometry"]["angle_error"] = 1e-8
+
+
+def test_verdicts_turn_with_the_numbers(results) -> None:
+    before = verdicts(results)
+    refuted = {
+        "Rectangular: the proven gap is 1e-3 after 3 steps",
+        "Neurons: the mean falls as T^(-1/4), within 0.05",
+        "Transporting the momentum lowers the best loss (regression)",
+        "Transporting the momentum lowers the best loss (neurons)",
+    }
+    assert {text for text, verdict in before.items() if verdict == "does not hold"} == refuted
+    _spoil(results)
+    assert set(verdicts(results).values()) == {"does not hold", "measured"}
+    for run in results["geometry"]["momentum"]["runs"]:
+        run["loss"] *= 0.1 if run["variant"] == "momentum transported" else 1
+    assert verdicts(results)["Transporting the momentum lowers the best loss (neurons)"] == "holds"
+
+
+def test_docs_show_the_measured_tables(results) -> None:
+    for part, data in results.items():
+        section = PARTS[part].section(part, data)
+        for table in [*section.tables, *section.details]:
+            for line in table.markdown().splitlines():
+                if line.startswith("|"):
+                    assert line in DOCS, f"{table.key}: run `make theory` and copy its table"
+
+
+def test_docs_show_the_measured_curves(tmp_path) -> None:
+    """Compare point by point to a tenth of a pixel."""
+    names = set(re.findall(r"figures/theory/([\w.-]+\.svg)", DOCS))
+    drawn = make_page(RESULTS, tmp_path).parent / "figures"
+    assert names == {path.name for path in FIGURES.iterdir()}
+    assert names == {path.name for path in drawn.glob("*.svg")}
+    for name in names:
+        assert curves(FIGURES / name) == curves(drawn / name), f"{name}: run `make theory`"
+
+
+def curves(path: Path) -> list[list[float]]:
+    paths = re.findall(r'<path d="([^"]+)" clip-path', path.read_text())
+    return [[round(float(x), 1) for x in re.findall(r"-?[\d.]+", d)] for d in paths]
+
+
+def test_docs_state_the_measured_factors(results) -> None:
+    data = results["guarantee"]
+    for name, words in (("cells", "by a factor of {:.1f} to {:.0f};"),
+                        ("rank_cells", "the rank alone, below, by {:.1f} to {:.0f}.")):  # fmt: skip
+        factors = [cell["bound"] / cell["mean"] for cell in data[name]]
+        assert words.format(min(factors), max(factors)) in DOCS
+    least = min(c["bound"] / c["dual_mean"] for c in data["cells"] + data["rank_cells"])
+    stated = re.search(r"under it everywhere by a factor of ([\d.]+) or more", DOCS)
+    assert stated
+    assert float(stated[1]) <= least < float(stated[1]) + 0.01
+
+
+@pytest.mark.parametrize(("m", "n"), [(4, 16), (8, 8), (16, 4), (1, 32)])
+def test_the_constant_of_alignment_is_the_one_in_the_docs(m, n) -> None:
+    assert Alignment(m, n, 0.5).constants[0] == pytest.approx(min(1, min(m, n) / m))
+
+
+def test_the_page_does_not_import_torch() -> None:
+    code = "import sys, angular_lab.theory.page; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
