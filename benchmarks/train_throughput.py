@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from angular_lab.config.named_runs import recipe
 from angular_lab.models import LanguageModel
 from angular_lab.training import build
 from angular_lab.training.progress import peak_flops
@@ -77,7 +76,7 @@ class Work:
 def prepare(
     name: str, sequences: int, count: int, optimizer: str, arguments: argparse.Namespace
 ) -> Work:
-    spec = recipe(name)
+    spec = named_run(name)
     spec = replace(spec, deterministic=arguments.deterministic, compile=not arguments.eager)
     spec = replace(spec, optim=replace(spec.optim, name=optimizer))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

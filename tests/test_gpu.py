@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from angular_lab.config.named_runs import recipe
+from angular_lab.config.named_runs import named_run
 from angular_lab.training import checkpoint, trainer
 from angular_lab.training import recorded_passes as passes
 from angular_lab.training.build import Models
@@ -70,7 +70,7 @@ def test_the_loss_reaches_the_host() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_two_identical_runs_are_bit_identical(tmp_path, compiled) -> None:
-    base = recipe("nano")
+    base = named_run("nano")
     spec = replace(base, steps=20, eval_every=10, precision="bf16", compile=compiled, save_every=10)
     for name in ("a", "b"):
         train(spec, tmp_path / name)
@@ -81,7 +81,7 @@ def test_two_identical_runs_are_bit_identical(tmp_path, compiled) -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("micro", [0, 6])  # 16 sequences: all at once; 6, 6 and 4
 def test_recorded_passes_are_bit_identical_to_plain_ones(tmp_path, monkeypatch, micro) -> None:
-    base = replace(recipe("nano"), steps=24, eval_every=8, precision="bf16", micro_batch=micro)
+    base = replace(named_run("nano"), steps=24, eval_every=8, precision="bf16", micro_batch=micro)
     base = replace(base, average="3,8")  # swapped in and out for evaluations
     model = replace(base.model, width=256, heads=4, mlp=512)  # so that the fused step covers it
     spec = replace(base, save_every=0, angle_every=4, batch=16, compile=True, model=model)
@@ -101,7 +101,7 @@ def test_recorded_passes_are_bit_identical_to_plain_ones(tmp_path, monkeypatch, 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_recorded_passes_are_bit_identical_when_resumed_or_with_a_shared_model(tmp_path) -> None:
     """A run is interrupted and resumed; another reuses the model of a previous run."""
-    base = replace(recipe("nano"), steps=24, eval_every=8, save_every=8, precision="bf16")
+    base = replace(named_run("nano"), steps=24, eval_every=8, save_every=8, precision="bf16")
     spec = replace(base, compile=True, keep=9)
     train(spec, tmp_path / "whole")
     train(spec, tmp_path / "cut")

@@ -113,8 +113,11 @@ def theory(arguments: argparse.Namespace) -> None:
 
 def experiments(arguments: argparse.Namespace) -> None:
     from angular_lab.experiments.cost import listing
+    from angular_lab.report.tables import text_table
 
-    print(listing(arguments.scale))
+    rows, note = listing(arguments.scale)
+    print(text_table(rows))
+    print(note)
 
 
 def convert_runs(arguments: argparse.Namespace) -> None:

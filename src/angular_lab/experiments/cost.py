@@ -6,7 +6,6 @@ from angular_lab.config.spec import ModelSpec
 from angular_lab.experiments.comparison import EXPERIMENTS, experiment
 from angular_lab.experiments.definition import SCALES, Arm, Experiment
 from angular_lab.models import build_model
-from angular_lab.report.tables import text_table
 from angular_lab.show import duration, rate_here
 
 
@@ -38,17 +37,23 @@ def cost(plan: Experiment) -> tuple[int, float, float]:
     return trials, tokens, operations
 
 
-def listing(scale: str | None = None) -> str:
-    """List the experiments of one scale, or of all."""
+def listing(scale: str | None = None) -> tuple[list[dict[str, str]], str]:
+    """Return a row per experiment, of one scale or of all, and where the times come from."""
     rate, source = rate_here()
-    header = ("experiment", "scale", "trials", "tokens", "FLOP", "time here", "")
     rows = []
     for name in EXPERIMENTS:
         for size in (scale,) if scale else SCALES:
             plan = experiment(name, size)
             trials, tokens, operations = cost(plan)
-            time = duration(operations / rate)
-            cells = (name, size, str(trials), f"{tokens:.2e}", f"{operations:.2e}", time)
-            rows.append(dict(zip(header, (*cells, plan.title), strict=True)))
-    note = f"time on this machine at {rate / 1e12:.3g} TFLOP/s ({source})"
-    return f"{text_table(rows)}\n{note}"
+            rows.append(
+                {
+                    "experiment": name,
+                    "scale": size,
+                    "trials": str(trials),
+                    "tokens": f"{tokens:.2e}",
+                    "FLOP": f"{operations:.2e}",
+                    "time here": duration(operations / rate),
+                    "title": plan.title,
+                }
+            )
+    return rows, f"time on this machine at {rate / 1e12:.3g} TFLOP/s ({source})"

@@ -109,12 +109,12 @@ def check_loggers(spec: Spec) -> None:
             raise ValueError(f"dashboard.{key}={value}: only wandb has {key}; leave it empty")
     for name in _names(spec):
         if name not in LOGGERS:
-            raise ValueError(f"loggers={','.join(spec.loggers)}: '{name}' is not one of {', '.join(LOGGERS)}")
+            raise ValueError(f"loggers={name}: it must be one of {', '.join(LOGGERS)}")
         module = _import(MODULES.get(name, name), name)
         if name == "wandb" and not _has_key(module):
             raise ValueError(
-                f"loggers={','.join(spec.loggers)}: W&B has no valid API key; run wandb login, or set "
-                "WANDB_API_KEY or WANDB_MODE=offline"
+                "loggers=wandb: W&B has no valid API key; run wandb login, or set WANDB_API_KEY or "
+                "WANDB_MODE=offline"
             )
 
 

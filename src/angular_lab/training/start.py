@@ -11,8 +11,8 @@ import angular_muown
 from angular_lab.config.branches import cooldown_spec
 from angular_lab.config.overrides import differences
 from angular_lab.config.spec import Spec, get
-from angular_lab.data.shards import Manifest
 from angular_lab.data.prepare import prepare_stdlib, stdlib_place
+from angular_lab.data.shards import Manifest
 from angular_lab.errors import UserError
 from angular_lab.run_folder import RUNS, RunFolder, base_versions, parent_folder
 from angular_lab.training import build, checkpoint

@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 import pytest
 
 from angular_lab.cli.main import main
-from angular_lab.config.named_runs import RECIPES, recipe
+from angular_lab.config.named_runs import RECIPES
 from angular_lab.config.overrides import count, keys, override
 from angular_lab.config.spec import Spec
 from angular_lab.experiments.comparison import EXPERIMENTS, SCALES, experiment, planned
@@ -275,7 +275,7 @@ def test_prepare_from_files(tmp_path, capsys) -> None:
 
 
 def test_overrides_reach_every_key_and_keep_types() -> None:
-    spec = recipe("nano")
+    spec = named_run("nano")
     for key in keys(spec):
         value = spec
         for part in key.split("."):

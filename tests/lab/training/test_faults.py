@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from angular_lab.report.runs import read_run
 
 from angular_lab.cli.main import main
 from angular_lab.models.base import LanguageModel
 from angular_lab.models.moe import MoE
-from angular_lab.report.runs import read_run
 from angular_lab.run_folder import RunFolder
 from angular_lab.sample import load_run
 from angular_lab.training import checkpoint, trainer
