@@ -124,4 +124,5 @@ def test_an_estimate_is_a_sum_over_sets_of_ranks() -> None:
     for a, b, c in zip(none, one, two, strict=True):
         assert c - b == pytest.approx(b - a)
         assert b > a
+    assert none.products == pytest.approx(cost.polar_operations(1e8) / 500e12)
     assert none.total == pytest.approx(none.rows + none.products)

@@ -75,7 +75,8 @@ def test_a_run_of_algorithm_2_stays_below_its_bound() -> None:
         assert cell["bound"] == bound(problem.constants, 40)
         assert cell["exact"]
         assert cell["direction_gap"] <= 1e-4
-        assert 0 < cell["mean"] < cell["bound"]
+        assert 0 < cell["mean"] <= cell["dual_mean"] < 1.05 * 3**0.5 * cell["mean"]
+        assert cell["mean"] < cell["bound"]
     start = torch.linalg.matrix_norm(problems[0].gradient(problems[0].U_1)).item()
     assert 0.3 * start < cells[0]["mean"] < 1.5 * start
 
@@ -90,23 +91,41 @@ def test_geometry_at_a_small_size() -> None:
     assert runs["momentum transported"]["radial_share"] < 1e-9
 
 
-def test_lookahead_is_what_the_optimizer_orthogonalizes() -> None:
-    p = nn.Parameter(torch.randn(12, 10, generator=torch.Generator().manual_seed(0)).double())
+@pytest.fixture
+def optimizer() -> AngularMuown:
+    """An optimizer of one parameter, three matrices of 4 x 10, with its gradient."""
+    random = torch.Generator().manual_seed(0)
+    p = nn.Parameter(torch.randn(12, 10, generator=random).double())
+    p.grad = torch.randn(12, 10, generator=random).double()
     group = {"params": [("qkv.weight", p)], "blocks": 3}
-    optimizer = AngularMuown([group], lr=0.1, orthogonalize="svd")
+    return AngularMuown([group], lr=0.1, orthogonalize="svd")
+
+
+def test_lookahead_is_what_the_optimizer_orthogonalizes(optimizer) -> None:
     errors: list[float] = []
 
     def observe(counts: Any, U: torch.Tensor, Q: torch.Tensor, turned: Any) -> None:
-        M, beta = optimizer.state[p]["momentum_buffer"], optimizer.param_groups[0]["momentum"]
-        P, _, Vh = torch.linalg.svd(shortcut.lookahead(p, U, M, beta), full_matrices=False)
+        (p, _), group = counts[0], optimizer.param_groups[0]
+        X = shortcut.lookahead(p, U, optimizer.state[p]["momentum_buffer"], group["momentum"])
+        P, _, Vh = torch.linalg.svd(X, full_matrices=False)
         errors.append((P @ Vh - Q).abs().max().item())
 
     optimizer.observers = (observe,)
-    for t in range(3):
-        p.grad = torch.randn(12, 10, generator=torch.Generator().manual_seed(t + 1)).double()
+    for _ in range(3):
         optimizer.step()
     assert len(errors) == 3
     assert max(errors) < 1e-9
+
+
+def test_a_multiplier_is_followed_from_step_to_step(optimizer) -> None:
+    optimizer.param_groups[0]["lr"] = 1e-6  # the same problem at every step
+    with shortcut.watch((5,)) as rows:
+        for _ in range(6):
+            optimizer.step()
+    assert [row["matrix"] for row in rows] == [f"qkv.weight[{i}]" for i in range(3)]
+    for row in rows:
+        assert row["lost_warm"] < 0.5 * row["lost_after"][0]
+    assert optimizer.observers == ()
 
 
 def test_watching_does_not_change_a_run_and_measures_every_matrix(data, tmp_path) -> None:
