@@ -81,7 +81,7 @@ def choose_device(name: str = "") -> torch.device:
     index, count = int(kind.partition(":")[2] or local), torch.cuda.device_count()
     if index >= count:
         what = f"--device {name}" if ":" in kind else f"LOCAL_RANK={local}"
-        raise ValueError(f"{what}: this machine has {count} CUDA devices, numbered from 0")
+        raise ValueError(f"{what}: there are {count} CUDA devices here, from 0 to {count - 1}")
     return torch.device("cuda", index)
 
 

@@ -20,6 +20,7 @@ from tests.lab.runs import SERVER, free_port, wait_all
 from tests.lab.tiny import SPECS, scrambled
 
 VOCABULARY, SEQUENCE, STEPS = 64, 16, 20
+PERIOD = 61  # of the ids: prime, so that the windows of two ranks differ
 SIZES = {"vocabulary": VOCABULARY, "sequence": SEQUENCE, "layers": 2, "width": 32, "heads": 2,
          "mlp": 64, "batch": 8, "micro-batch": 4, "steps": STEPS, "warmup": 2,
          "val-tokens": 4 * SEQUENCE, "val-every": 10}  # fmt: skip
@@ -45,7 +46,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Shards of ids that count up: the next one is easy to learn."""
     folder = tmp_path_factory.mktemp("data")
     for name, count in (("train_000001", 1500), ("train_000002", 1500), ("val_000000", 100)):
-        ids = [i % VOCABULARY for i in range(count)]
+        ids = [i % PERIOD for i in range(count)]
         header = struct.pack("<256i", 20240520, 1, count, *[0] * 253)
         (folder / f"fineweb_{name}.bin").write_bytes(header + struct.pack(f"<{count}H", *ids))
     return folder
@@ -158,7 +159,7 @@ def test_ranks_share_each_batch_in_order(data: Path) -> None:
 
     batches = read(0, 1)  # across the end of the first file
     assert [len(windows) for windows in batches] == [4] * 40
-    assert batches[1][0].tolist() == [i % VOCABULARY for i in range(64, 81)]
+    assert batches[1][0].tolist() == [i % PERIOD for i in range(64, 81)]
     for rank in (0, 1):
         for windows, part in zip(batches, read(rank, 2), strict=True):
             assert torch.equal(part, windows[2 * rank : 2 * rank + 2])
