@@ -22,8 +22,20 @@ import torch
 RESULT_TIMEOUT = 150  # seconds
 COLLECTIVE_TIMEOUT = 20  # seconds
 CONTEXT: Any = multiprocessing.get_context("forkserver")
+# Everything that ranks would import in their first step, in torch's functions or in ours: otherwise
+# each of them spends a second on that.
 CONTEXT.set_forkserver_preload(
-    ["torch", "torch.distributed.tensor", "torch.distributed.fsdp", "angular_muown", "tests.ranks"]
+    [
+        "torch._dynamo",
+        "torch.distributed.checkpoint.state_dict",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor.parallel",
+        "angular_muown.distributed.session",
+        "angular_muown.kernels.sharded",
+        "tests.library.sharded",
+        "tests.ranks",
+        "pytest",
+    ]
 )
 DIED = "exited without a result"
 

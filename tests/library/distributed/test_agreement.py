@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -18,6 +19,11 @@ from angular_muown.stages import orthogonalize
 from tests.library.family import noise, parameter
 from tests.library.sharded import PLACEMENTS, make_groups, place, stepped, whole
 from tests.ranks import DIED, RankError, on_ranks, results
+
+
+def poll_often() -> None:
+    """Let this rank poll for errors more often than once a second; the sleeps below are longer."""
+    collectives.POLL_INTERVAL = timedelta(seconds=0.2)
 
 
 def optimizer_of(name: str | None, count: int = 3) -> tuple[AngularMuown, list[nn.Parameter]]:
@@ -242,6 +248,7 @@ class OwnerError(Exception):
 
 def failing_owner(name: str, deep: bool) -> list[bool]:
     """Fail on rank 1: in a polar factor if `deep`, otherwise before the first collective."""
+    poll_often()
     optimizer, params = optimizer_of(name)
     optimizer.step()
     before = [p.detach().clone() for p in params]
@@ -255,7 +262,7 @@ def failing_owner(name: str, deep: bool) -> list[bool]:
     try:
         optimizer.step()
     except OwnerError:
-        time.sleep(6)  # still alive, as in a debugger or an error handler
+        time.sleep(2)  # still alive, as in a debugger or an error handler
         raise
     return [torch.equal(p, b) for p, b in zip(params, before, strict=True)]
 
@@ -279,6 +286,7 @@ def failed_once() -> list[int]:
 
     Step 1 raises. In step 2, rank 1 waits long enough to poll for errors.
     """
+    poll_often()
     optimizer, params = optimizer_of("rows")
     failed = []
     for t in range(3):
@@ -286,7 +294,7 @@ def failed_once() -> list[int]:
         if t == 1 and dist.get_rank() == 0:
             params[0].grad = None
         if t == 2 and dist.get_rank() == 0:
-            time.sleep(3)
+            time.sleep(1)
         try:
             optimizer.step()
         except RuntimeError:
@@ -393,18 +401,19 @@ def solo(fails: bool) -> None:
 
 def next_to_another(fails: bool) -> int:
     """Step a shared optimizer; rank 0 also steps one of its own. One of the two fails on rank 0."""
+    poll_often()
     optimizer, _ = optimizer_of("rows")
     if dist.get_rank() == 0:
         solo(not fails)
     optimizer.step()
     if dist.get_rank() == 0:
-        time.sleep(2.5)  # rank 1 polls for errors
+        time.sleep(1)  # rank 1 polls for errors
         if fails:
             optimizer.param_groups[0]["lr"] = float("nan")
     try:
         optimizer.step()
     except ValueError:
-        time.sleep(5)
+        time.sleep(2)
         raise
     return optimizer.param_groups[0]["step"]
 
@@ -424,17 +433,18 @@ def test_an_error_reaches_other_ranks_even_after_steps_they_did_not_share() -> N
 
 def slow_poll() -> int:
     """Let the collective end while rank 1 polls for errors."""
+    poll_often()
     optimizer, _ = optimizer_of("rows")
     optimizer.step()
     poll = collectives._raise_peer_error
 
     def slowly() -> None:
         poll()
-        time.sleep(1)
+        time.sleep(0.5)
 
     collectives._raise_peer_error = slowly
     if dist.get_rank() == 0:
-        time.sleep(1.5)
+        time.sleep(0.5)
     optimizer.step()
     return optimizer.param_groups[0]["step"]
 

@@ -9,17 +9,9 @@ from torch import Tensor, nn
 
 from angular_muown import AngleMonitor, AngularMuown, Muon, Muown, NorMuon
 from angular_muown.engine import Engine
-from angular_muown.kernels import launch
 from angular_muown.monitor import row_angles
 from tests.library.family import noise
 from tests.library.kernels.test_fused import Member, advance, assert_fused, kernels, weights
-
-
-@pytest.fixture(autouse=True)
-def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run fewer, larger programs in the interpreter."""
-    if not torch.cuda.is_available():
-        monkeypatch.setattr(launch, "ROW_ELEMENTS", 16384)
 
 
 def model() -> nn.ModuleDict:

@@ -9,7 +9,6 @@ from tests.library.family import noise, parameter
 
 pytest.importorskip("triton")
 
-from angular_muown.kernels import launch
 from tests.library.kernels.test_fused import kernels
 
 MiB = 2**20
@@ -51,9 +50,8 @@ def test_small_models_do_not_use_cublas() -> None:
 
 @pytest.mark.parametrize("count", [1, 3, 12])
 def test_streams_get_equal_work_and_every_matrix_one_chunk(
-    count: int, monkeypatch: pytest.MonkeyPatch
+    count: int,
 ) -> None:
-    monkeypatch.setattr(launch, "ROW_ELEMENTS", 16384)
     with kernels(True):
         shapes = [(128, 144)] * count + [(256, 128)] * (count // 2)
         params = [parameter(*s, seed=i, dtype=torch.float32) for i, s in enumerate(shapes)]

@@ -159,9 +159,11 @@ def test_gram_takes_the_gram_form_only_above_its_aspect_ratio() -> None:
     assert polar_chain.chain_for(768, 1552, gram) == in_gram_form
 
 
-@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("segments", [ORDINARY, GRAM])
-@pytest.mark.parametrize("cublas", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "cublas"),
+    [*((shape, False) for shape in SHAPES), ((144, 160), True), ((272, 144), True)],
+)
 def test_products_match_float64(
     shape: tuple[int, int], segments: tuple[int, ...], cublas: bool
 ) -> None:

@@ -10,15 +10,13 @@ from torch import nn
 
 from angular_muown import AngularMuown
 from angular_muown.kernels import fused as fused_step
-from angular_muown.kernels import launch
 from angular_muown.params import rounding
 from tests.library.family import noise, parameter
 from tests.library.kernels.test_fused import kernels
 
 
 @pytest.fixture(autouse=True)
-def _interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(launch, "ROW_ELEMENTS", 16384)  # fewer, larger programs in the interpreter
+def _kernels() -> Iterator[None]:
     with kernels(True):
         yield
 

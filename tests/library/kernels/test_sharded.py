@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from angular_muown import AngularMuown, Muon, Muown, NorMuon, NorMuown, engine
-from angular_muown.distributed import copies, session
+from angular_muown.distributed import session
 from angular_muown.distributed.mesh import local
 from angular_muown.kernels import coverage
 from angular_muown.params.layout import Layout, Slice2D
@@ -18,7 +18,7 @@ from tests.ranks import results
 
 pytest.importorskip("triton")
 
-from angular_muown.kernels import launch
+from tests.library.kernels.interpreter import interpret
 
 MEMBERS: dict[str, Any] = {
     member.__name__: member for member in (AngularMuown, Muown, Muon, NorMuon, NorMuown)
@@ -49,13 +49,6 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16 momentum": {"state_dtype": "bfloat16"},
     "maximize": {"maximize": True, "weight_decay": 0.1},
 }
-
-
-def interpret(shares: bool = True) -> None:
-    """Make the kernels step tensors on the CPU, and copies share their work or not."""
-    launch.ROW_ELEMENTS = 16384  # the interpreter pays per program
-    coverage.runs_on = engine.runs_on = session.runs_on = lambda device: True
-    copies.LATENCY = -1e9 if shares else 1e9
 
 
 def stepped(
@@ -111,11 +104,14 @@ def _weight(shape: tuple[int, ...], seed: int) -> Tensor:
     return W
 
 
+# Each member, each case and each number of ranks at least once.
 @pytest.mark.parametrize(
     ("world", "member", "case"),
     [
-        *((2, member, "float32") for member in MEMBERS),
-        *((2, "AngularMuown", case) for case in CASES if case != "float32"),
+        (2, "AngularMuown", "float32"),
+        (2, "AngularMuown", "maximize"),
+        (2, "Muon", "bf16 momentum"),
+        (2, "NorMuon", "float32"),
         (3, "NorMuown", "float32"),
         (5, "AngularMuown", "two rounds"),
         (7, "Muown", "bf16 weights"),
@@ -124,44 +120,41 @@ def _weight(shape: tuple[int, ...], seed: int) -> Tensor:
 def test_sharded_rows_equal_whole_matrices(world: int, member: str, case: str) -> None:
     for sharded, fused in results(world, stepped, member, case, FUSED, "rows"):
         assert fused == 4, "the kernels cover these parameters"
-        for a, b in zip(sharded, _alone(member, case), strict=True):
+        for a, b in zip(sharded, _alone(member, case, "fused"), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 @cache
-def _alone(member: str, case: str, layouts: bool = False) -> list[Tensor]:
+def _alone(member: str, case: str, model: str) -> list[Tensor]:
     """Return what one process computes, whatever the rounds."""
     case = "float32" if case == "two rounds" else case
-    groups = LAYOUTS if layouts else FUSED
-    return results(1, stepped, member, case, groups, None, False)[0][0]
+    return results(1, stepped, member, case, MODELS[model], None, False)[0][0]
 
 
 MANY: list[dict[str, Any]] = [{"shapes": [(128, 128)] * 10}]
+MODELS = {"fused": FUSED, "layouts": LAYOUTS, "many": MANY}
 
 
 @pytest.mark.parametrize("placement", ["rows", "columns", "plain"])
 def test_buffers_are_used_again_by_later_rounds(placement: str) -> None:
     """Each of two owners has five matrices, one per round; three rounds are in transit."""
-    [(alone, _)] = results(1, stepped, "NorMuown", "float32", MANY, None, False)
     for sharded, fused in results(2, stepped, "NorMuown", "two rounds", MANY, placement):
         assert fused == 10
-        for a, b in zip(sharded, alone, strict=True):
+        for a, b in zip(sharded, _alone("NorMuown", "float32", "many"), strict=True):
             tolerance = 1e-3 if placement == "columns" else 0.0
             torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
 # With the number of parameters that the kernels step: they read no transposed matrix, no columns of
 # a block that ranks share, and, on four ranks, none of the convolution's 36 columns per rank.
+# Each placement once, and each member by columns, whose sums over ranks depend on the chart.
 RUNS: list[tuple[int, str, str, int]] = [
     (2, "rows", "NorMuown", 4),
-    (2, "columns", "AngularMuown", 3),
     (2, "columns", "Muown", 3),
     (2, "columns", "Muon", 3),
     (2, "columns", "NorMuon", 3),
-    (2, "columns", "NorMuown", 3),
     (2, "copies", "AngularMuown", 4),
     (2, "plain", "NorMuown", 4),
-    (4, "rows", "AngularMuown", 4),
     (4, "hsdp", "NorMuown", 4),
     (4, "rows x columns", "AngularMuown", 3),
     (4, "columns x rows", "NorMuown", 3),
@@ -180,7 +173,7 @@ def test_every_placement_gives_the_weights_of_one_process(
         assert fused == covered
         summed = "columns" in placement  # whose sums over ranks round differently
         tolerance = {"rtol": 2e-3, "atol": 2e-4} if summed else {"rtol": 1e-6, "atol": 1e-6}
-        for a, b in zip(sharded, _alone(member, "float32", True), strict=True):
+        for a, b in zip(sharded, _alone(member, "float32", "layouts"), strict=True):
             torch.testing.assert_close(a, b, **tolerance)
         first = first or sharded
         assert all(map(torch.equal, sharded, first)), "ranks would drift apart"
@@ -207,26 +200,27 @@ def loaded(member: str, sharded: bool) -> list[Tensor]:
 
 
 def stepped_experts(sharded: bool) -> tuple[list[Tensor], bool]:
-    """Four experts, each with two matrices in blocks; whether the kernels stepped them."""
+    """Step two experts, each with two matrices in blocks; True if the kernels stepped them."""
     interpret()
-    p = nn.Parameter(_placed(0.1 * noise(4, 256, 144, seed=3, dtype=torch.float32), sharded))
+    p = nn.Parameter(_placed(0.1 * noise(2, 256, 144, seed=3, dtype=torch.float32), sharded))
     groups = [{"params": [p], "view": "stack", "blocks": 2}]
     optimizer = AngularMuown(groups, lr=0.02, process_group=None if sharded else False)
-    for step in range(3):
-        p.grad = _placed(noise(4, 256, 144, seed=10 + step, dtype=torch.float32), sharded)
+    for step in range(2):
+        p.grad = _placed(noise(2, 256, 144, seed=10 + step, dtype=torch.float32), sharded)
         optimizer.step()
     fused = optimizer._fused is not None and optimizer._fused.steps[0][1] is not None
     assert not sharded or local(p).grad is None, "the part is a parameter for the step alone"
-    assert float(optimizer.state[p]["step"]) == 3
+    assert float(optimizer.state[p]["step"]) == 2
     return [whole(t) for t in (p, *optimizer.state[p].values())], fused
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_whole_experts_on_a_rank_run_by_kernels_without_an_exchange(world: int) -> None:
-    whole, _ = results(1, stepped_experts, False)[0]
-    for sharded, fused in results(world, stepped_experts, True):
+def test_whole_experts_on_a_rank_run_by_kernels_without_an_exchange() -> None:
+    [(alone, _)] = results(1, stepped_experts, False)
+    for sharded, fused in (
+        rank for world in (1, 2) for rank in results(world, stepped_experts, True)
+    ):
         assert fused
-        for a, b in zip(sharded, whole, strict=True):
+        for a, b in zip(sharded, alone, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 

@@ -18,7 +18,8 @@ from tests.ranks import DIED, RankError, on_ranks
 pytest.importorskip("triton")
 
 from angular_muown.kernels import sharded
-from tests.library.kernels.test_sharded import fused_members, interpret
+from tests.library.kernels.interpreter import interpret
+from tests.library.kernels.test_sharded import fused_members
 
 ROWS = PLACEMENTS["rows"]
 
