@@ -376,7 +376,7 @@ def _lines(path: Path, report: Callable[[str], None]) -> Iterator[tuple[str, dic
         try:
             values = json.loads(text)
             if not isinstance(values, dict):
-                raise ValueError("not an object")
+                raise UserError("not an object")
         except ValueError as error:
             report(f"{path}, line {number} is not JSON ({text[:40]!r}, {error}): left out")
             continue

@@ -6,6 +6,7 @@ import torch
 
 from angular_lab.data.prepare import TOKENIZER
 from angular_lab.data.tokenizer import Tokenizer, load_tokenizer
+from angular_lab.errors import UserError
 from angular_lab.models import LanguageModel, build_model
 from angular_lab.run_folder import RunFolder
 from angular_lab.training import checkpoint
@@ -17,7 +18,7 @@ def check_sampling(length: int = 0, temperature: float = 0.0) -> None:
     """Raise ValueError if a setting of `generate` is not valid."""
     for name, value in (("length", length), ("temperature", temperature)):
         if not value >= 0:
-            raise ValueError(f"--{name} {value:g}: it must be at least 0")
+            raise UserError(f"--{name} {value:g}: it must be at least 0")
 
 
 @torch.no_grad()
@@ -62,7 +63,7 @@ def load_run(
     names = {window: name for window, name in spec.averages.items() if window == average}
     if average is not None and not names:
         windows = ", ".join(map(str, spec.averages)) or "none"
-        raise ValueError(
+        raise UserError(
             f"average={average:g} is not one of the averages of {path}: {windows}; they are set "
             "when a run is started"
         )
@@ -81,5 +82,5 @@ def load_run(
 def tokenizer_of(data: Path) -> Tokenizer:
     path = data / TOKENIZER
     if not path.exists():
-        raise ValueError(f"{data} has no {TOKENIZER}: its tokens cannot be decoded to text")
+        raise UserError(f"{data} has no {TOKENIZER}: its tokens cannot be decoded to text")
     return load_tokenizer(str(path))

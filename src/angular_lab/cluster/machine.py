@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from angular_lab.errors import UserError
+
 
 def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
@@ -27,6 +29,6 @@ class Machine:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if name == "latency" and value < 0:
-                raise ValueError(f"{flag(name)} {value:g}: it must be at least 0")
+                raise UserError(f"{flag(name)} {value:g}: it must be at least 0")
             if name != "latency" and value <= 0:
-                raise ValueError(f"{flag(name)} {value:g}: it must be above 0")
+                raise UserError(f"{flag(name)} {value:g}: it must be above 0")

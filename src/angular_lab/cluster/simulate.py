@@ -23,6 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from angular_lab.cluster.cost import Exchange, RankShare, estimate
 from angular_lab.cluster.machine import Machine
 from angular_lab.cluster.models import Shapes
+from angular_lab.errors import UserError
 from angular_muown import AngularMuown, Group, plan
 from angular_muown.distributed.assignment import Assignment
 from angular_muown.params.state import init_state
@@ -40,13 +41,13 @@ class Grid:
     @staticmethod
     def of(s: Shapes, ranks: int, replicas: int = 1) -> "Grid":
         if ranks % replicas:
-            raise ValueError(f"--hsdp {replicas} does not divide {ranks} ranks")
+            raise UserError(f"--hsdp {replicas} does not divide {ranks} ranks")
         shards = ranks // replicas
         # The most that divide both: every rank has the same number of experts, or of their parts.
         experts = gcd(shards, s.experts) if s.experts else 1
         cut = shards // experts
         if s.experts and (s.expert_mlp % cut or s.width % cut):
-            raise ValueError(
+            raise UserError(
                 f"{ranks} ranks would divide the {s.expert_mlp} and {s.width} rows of experts by "
                 f"{cut}: FSDP2 expects parts of equal size; choose another number of ranks"
             )
@@ -128,7 +129,7 @@ def fake_ranks(ranks: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
-        raise ValueError("plan-ranks simulates the other ranks: run it in one process")
+        raise UserError("plan-ranks simulates the other ranks: run it in one process")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         yield

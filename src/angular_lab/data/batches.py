@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from angular_lab.data.shards import HEADER_BYTES, JOURNAL, SPLITS, Manifest, read_header, verify
+from angular_lab.errors import UserError
 
 T = TypeVar("T")
 U64 = NDArray[np.uint64]
@@ -37,9 +38,9 @@ class Tokens:
 
     def __init__(self, folder: Path, split: str, sequence: int, vocabulary: int) -> None:
         if split not in SPLITS:
-            raise ValueError(f"split={split!r} must be one of {', '.join(map(repr, SPLITS))}")
+            raise UserError(f"split={split!r} must be one of {', '.join(map(repr, SPLITS))}")
         if sequence < 1 or vocabulary < 1:
-            raise ValueError(f"{sequence=} and {vocabulary=} must be at least 1")
+            raise UserError(f"{sequence=} and {vocabulary=} must be at least 1")
         self.folder, self.split = Path(folder), split
         self.sequence, self.vocabulary = sequence, vocabulary
         self.bytes_per_token: float | None = None  # for bits per byte; needs a manifest
@@ -52,18 +53,18 @@ class Tokens:
         manifest = Manifest.load(self.folder)
         if manifest is None:
             if (self.folder / JOURNAL).exists():
-                raise ValueError(
+                raise UserError(
                     f"{self.folder} is not finished: call prepare again with the same arguments"
                 )
             return []
         if manifest.vocabulary > self.vocabulary:
-            raise ValueError(
+            raise UserError(
                 f"the tokenizer of {self.folder} has {manifest.vocabulary} entries, but "
                 f"vocabulary={self.vocabulary}: set model.vocabulary={manifest.vocabulary}"
             )
         split = manifest.splits[self.split]
         if not split.files:
-            raise ValueError(
+            raise UserError(
                 f"{self.folder} has no {self.split} tokens: none of its "
                 f"{sum(s.documents for s in manifest.splits.values())} documents is in that split; "
                 "prepare more or shorter documents (a document is never divided), or use a larger "
@@ -76,13 +77,13 @@ class Tokens:
     def _paths_by_name(self) -> list[Path]:
         paths = sorted(self.folder.glob(f"*{self.split}*.bin"))
         if not paths:
-            raise ValueError(
+            raise UserError(
                 f"{self.folder} has neither manifest.json nor *{self.split}*.bin files; make them "
                 "with prepare"
             )
         for path in paths:
             if all(split in path.name for split in SPLITS):
-                raise ValueError(f"{path} could be train or val; only one may occur in its name")
+                raise UserError(f"{path} could be train or val; only one may occur in its name")
         return paths
 
     @property
@@ -95,7 +96,7 @@ class Tokens:
     def windows(self, indices: NDArray[np.integer]) -> NDArray[np.int64]:
         """Return (k, sequence + 1): inputs without the last column, targets without the first."""
         if indices.size and not 0 <= indices.min() <= indices.max() < len(self):
-            raise ValueError(
+            raise UserError(
                 f"windows from {indices.min()} to {indices.max()} must lie in [0, {len(self)})"
             )
         out = np.empty((indices.size, self.sequence + 1), np.int64)
@@ -106,7 +107,7 @@ class Tokens:
             row[:] = mapped[start : start + self.sequence + 1]
             if row.max() >= self.vocabulary:
                 position = start + int(row.argmax())
-                raise ValueError(
+                raise UserError(
                     f"{self.paths[shard]} holds id {row.max()} at position {position}, but "
                     f"vocabulary={self.vocabulary}; use the vocabulary of its tokenizer"
                 )
@@ -126,9 +127,9 @@ class Batches:
 
     def __init__(self, tokens: Tokens, batch: int, seed: int) -> None:
         if batch < 1:
-            raise ValueError(f"batch={batch} must be at least 1")
+            raise UserError(f"batch={batch} must be at least 1")
         if len(tokens) < batch:
-            raise ValueError(
+            raise UserError(
                 f"{tokens.folder} has {len(tokens)} {tokens.split} windows of "
                 f"{tokens.sequence} tokens, fewer than one batch of {batch}; use a smaller batch "
                 "or sequence, or prepare more data"
@@ -142,9 +143,9 @@ class Batches:
     def indices(self, step: int, rank: int = 0, world: int = 1) -> NDArray[np.int64]:
         """Return the numbers of the windows in that share."""
         if world < 1 or self.size % world:
-            raise ValueError(f"batch={self.size} must be divisible by world={world}")
+            raise UserError(f"batch={self.size} must be divisible by world={world}")
         if not 0 <= rank < world or step < 0:
-            raise ValueError(f"{rank=} must lie in [0, {world}) and {step=} must be at least 0")
+            raise UserError(f"{rank=} must lie in [0, {world}) and {step=} must be at least 0")
         share, n = self.size // world, len(self.tokens)
         samples = step * self.size + rank * share + np.arange(share, dtype=np.int64)
         epochs, positions = np.divmod(samples, n)
@@ -168,10 +169,10 @@ def permute(indices: NDArray[np.integer], n: int, seed: int, epoch: int = 0) -> 
     machine.
     """
     if not 1 <= n < 2**62:
-        raise ValueError(f"n={n} must be at least 1 and below 2^62")
+        raise UserError(f"n={n} must be at least 1 and below 2^62")
     x = np.atleast_1d(np.asarray(indices))
     if x.size and not 0 <= x.min() <= x.max() < n:
-        raise ValueError(f"indices from {x.min()} to {x.max()} must lie in [0, {n})")
+        raise UserError(f"indices from {x.min()} to {x.max()} must lie in [0, {n})")
     side, keys = isqrt(n - 1) + 1, _keys(seed, epoch)
     out = _feistel(x.astype(np.uint64), side, keys)
     while (outside := out >= np.uint64(n)).any():

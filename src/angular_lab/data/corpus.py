@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from angular_lab.errors import UserError
+
 END_OF_TEXT = "<|endoftext|>"
 SEPARATORS = tuple(END_OF_TEXT + ending for ending in ("", "\n", "\r\n"))
 JSON_LINES = (".jsonl", ".ndjson", ".json")
@@ -42,7 +44,7 @@ def documents(source: str | Path, key: str = "text") -> Iterator[str]:
     """
     path = Path(source)
     if not path.exists():
-        raise ValueError(f"{path} does not exist; give a file or a folder of documents")
+        raise UserError(f"{path} does not exist; give a file or a folder of documents")
     return _visible(_folder(path, key) if path.is_dir() else _file(path, key))
 
 
@@ -92,7 +94,7 @@ def _lines(path: Path, text: io.TextIOWrapper) -> Iterator[str]:
     try:
         yield from text
     except READ_ERRORS as error:
-        raise ValueError(
+        raise UserError(
             f"{path} cannot be read ({type(error).__name__}: {error}); it is truncated, damaged or "
             "not UTF-8 text: replace or remove it"
         ) from error
@@ -117,10 +119,10 @@ def _json_lines(path: Path, lines: Iterator[str], key: str) -> Iterator[str]:
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
+            raise UserError(f"{path}, line {number} is not JSON: {error}") from error
         if not isinstance(record, dict) or not isinstance(record.get(key), str):
             content = sorted(record) if isinstance(record, dict) else type(record).__name__
-            raise ValueError(f"{path}, line {number} has no text under {key!r}; it has {content}")
+            raise UserError(f"{path}, line {number} has no text under {key!r}; it has {content}")
         yield record[key]
 
 
@@ -130,19 +132,19 @@ def _parquet(path: Path, column: str) -> Iterator[str]:
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
             if column not in names:
-                raise ValueError(f"{path} has no column {column!r}; it has {names}")
+                raise UserError(f"{path} has no column {column!r}; it has {names}")
             for batch in file.iter_batches(batch_size=1024, columns=[column]):
                 for value in batch[0].to_pylist():
                     yield _text(value, f"{path}, column {column!r}")
     except (arrow.ArrowInvalid, OSError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        raise UserError(f"{path} cannot be read: {error}") from error
 
 
 def _text(value: Any, location: str) -> str:
     """Return the value of a cell; a missing one is an empty document."""
     if value is None or isinstance(value, str):
         return value or ""
-    raise ValueError(f"{location} holds {type(value).__name__}, not text")
+    raise UserError(f"{location} holds {type(value).__name__}, not text")
 
 
 def hf_documents(
@@ -154,13 +156,13 @@ def hf_documents(
     try:
         rows = datasets.load_dataset(path, name, split=split, streaming=True, **options)
     except (OSError, ValueError, RuntimeError) as error:
-        raise ValueError(
+        raise UserError(
             f"{label}, split {split!r}, cannot be opened ({type(error).__name__}: {error}); check "
             "the name and that the hub can be reached, or download it and give the folder"
         ) from error
     for row in rows:
         if column not in row:
-            raise ValueError(f"{label} has no column {column!r}; it has {sorted(row)}")
+            raise UserError(f"{label} has no column {column!r}; it has {sorted(row)}")
         yield from _visible([_text(row[column], f"{label}, column {column!r}")])
 
 

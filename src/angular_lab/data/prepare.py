@@ -34,6 +34,7 @@ from angular_lab.data.shards import (
 )
 from angular_lab.data.tokenizer import BytesTokenizer, Tokenizer
 from angular_lab.data.workers import Encoded, digest, encode_all
+from angular_lab.errors import UserError
 
 TOKENIZER = "tokenizer.json"
 LOCK = ".lock"
@@ -92,13 +93,13 @@ def prepare(
 
 def _check(tokens: int | None, shard_tokens: int, val_fraction: float, workers: int | None) -> None:
     if tokens is not None and tokens < 1:
-        raise ValueError(f"tokens={tokens} must be None or at least 1")
+        raise UserError(f"tokens={tokens} must be None or at least 1")
     if not 1 <= shard_tokens < LIMIT:
-        raise ValueError(f"shard_tokens={shard_tokens} must lie in [1, {LIMIT})")
+        raise UserError(f"shard_tokens={shard_tokens} must lie in [1, {LIMIT})")
     if not 0 <= val_fraction < 1:
-        raise ValueError(f"val_fraction={val_fraction} must lie in [0, 1)")
+        raise UserError(f"val_fraction={val_fraction} must lie in [0, 1)")
     if workers is not None and workers < 1:
-        raise ValueError(f"workers={workers} must be None or at least 1")
+        raise UserError(f"workers={workers} must be None or at least 1")
 
 
 def cores() -> int:
@@ -110,13 +111,13 @@ def cores() -> int:
 
 def _make_folder(out: Path) -> None:
     if out.exists() and not out.is_dir():
-        raise ValueError(f"{out} is a file; give a folder")
+        raise UserError(f"{out} is a file; give a folder")
     out.mkdir(parents=True, exist_ok=True)
     # The order of these calls matters while another process is preparing this folder: it writes
     # the journal before anything visible, and removes it after the manifest is written.
     names = sorted(path.name for path in out.glob("[!.]*"))
     if names and not (out / JOURNAL).exists() and not (out / MANIFEST).exists():
-        raise ValueError(f"{out} holds other files ({', '.join(names[:3])}); give an empty folder")
+        raise UserError(f"{out} holds other files ({', '.join(names[:3])}); give an empty folder")
 
 
 def _finished(out: Path, arguments: dict[str, Any]) -> Manifest | None:
@@ -146,7 +147,7 @@ def _compare(out: Path, previous: dict[str, Any], arguments: dict[str, Any]) -> 
         if previous.get(key) != value
     ]
     if differences:
-        raise ValueError(
+        raise UserError(
             f"{out} was prepared with other arguments: {'; '.join(differences)}; use those, or "
             "another folder"
         )
@@ -251,7 +252,7 @@ class Preparation:
         first = next(texts, None)
         if first is None:
             source = self.arguments["source"] or "the source"
-            raise ValueError(f"the corpus is empty: {source} has no documents")
+            raise UserError(f"the corpus is empty: {source} has no documents")
         self.save()  # first, so that a folder left by a kill is recognized
         return chain([first], texts)
 
@@ -303,7 +304,7 @@ class Preparation:
         while self.documents < expected[0] and (text := next(texts, None)) is not None:
             self._count(digest(text, self.arguments["seed"]))
         if (self.documents, self.chain) != expected:
-            raise ValueError(
+            raise UserError(
                 f"{self.folder} was started with other documents: the first {expected[0]} differ; "
                 "give the same ones, or prepare into an empty folder"
             )

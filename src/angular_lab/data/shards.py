@@ -22,6 +22,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from angular_lab.errors import UserError
+
 MAGIC = 20240520
 HEADER_BYTES = 256 * 4
 LIMIT = 2**31  # the header counts tokens in int32
@@ -95,7 +97,7 @@ class Manifest:
         try:
             content = json.loads(path.read_text("utf-8"))
             if content["format"] != MANIFEST_FORMAT:
-                raise ValueError(
+                raise UserError(
                     f"{path} has format {content['format']!r}; this version reads "
                     f"{MANIFEST_FORMAT}: prepare the data again, or use the version of the package "
                     "that wrote it"
@@ -104,7 +106,7 @@ class Manifest:
             keys = ("arguments", "vocabulary", "end_of_text", "dtype")
             return Manifest(*(content[key] for key in keys), splits=splits)
         except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-            raise ValueError(
+            raise UserError(
                 f"{path} is damaged ({type(error).__name__}: {error}); prepare the data again"
             ) from error
 
@@ -145,7 +147,7 @@ def write_shard(path: Path, tokens: NDArray[np.unsignedinteger]) -> ShardInfo:
     """Write a shard of uint16 or uint32 tokens atomically."""
     dtype = tokens.dtype.newbyteorder("<")
     if dtype not in VERSIONS or tokens.ndim != 1 or tokens.size >= LIMIT:
-        raise ValueError(
+        raise UserError(
             f"{path}: tokens must be fewer than {LIMIT} in a one-dimensional array of uint16 or "
             f"uint32, not {tokens.dtype.name} of shape {tokens.shape}"
         )
@@ -167,22 +169,22 @@ def read_header(path: Path) -> tuple[int, np.dtype]:
             start = file.read(HEADER_BYTES)
             size = os.fstat(file.fileno()).st_size
     except FileNotFoundError:
-        raise ValueError(f"{path} does not exist; prepare the data again") from None
+        raise UserError(f"{path} does not exist; prepare the data again") from None
     if len(start) < HEADER_BYTES:
-        raise ValueError(
+        raise UserError(
             f"{path} is truncated: it has {size} bytes, but the header alone takes {HEADER_BYTES}"
         )
     magic, version, tokens = (int(x) for x in np.frombuffer(start, "<i4")[:3])
     if (magic, version) not in FORMATS:
         formats = " or ".join(f"{m} version {v}" for m, v in FORMATS)
-        raise ValueError(
+        raise UserError(
             f"{path} is not a token shard: it has magic {magic} version {version}, not {formats}"
         )
     dtype = FORMATS[magic, version]
     expected = HEADER_BYTES + tokens * dtype.itemsize
     if tokens < 0 or size != expected:
         problem = "truncated" if size < expected else "damaged"
-        raise ValueError(
+        raise UserError(
             f"{path} is {problem}: {tokens} tokens of {dtype.name} take {expected} bytes, "
             f"but the file has {size}; copy or prepare it again"
         )
@@ -201,7 +203,7 @@ def verify(folder: Path, files: Sequence[ShardInfo]) -> None:
         try:
             status = path.stat()
         except FileNotFoundError:
-            raise ValueError(
+            raise UserError(
                 f"{path} is missing, but {MANIFEST} lists it; copy it or prepare the data again"
             ) from None
         entry = {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "sha256": info.sha256}
@@ -225,7 +227,7 @@ def _check_hash(path: Path, expected: str) -> None:
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     if sha256 != expected:
-        raise ValueError(
+        raise UserError(
             f"{path} is damaged: its sha256 is {sha256}, but {MANIFEST} lists {expected}; copy it "
             "or prepare the data again"
         )

@@ -9,6 +9,7 @@ from typing import Any
 
 from angular_lab.data.corpus import END_OF_TEXT, optional
 from angular_lab.data.shards import atomic_file
+from angular_lab.errors import UserError
 
 # What common tokenizers call the token between documents, in order of preference.
 END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
@@ -75,7 +76,7 @@ class LibraryTokenizer(Tokenizer):
         end = next((name for name in END_NAMES if name in ids), None)
         if end is None:
             names = ", ".join(END_NAMES)
-            raise ValueError(f"{label} has no end-of-text token; it needs one of {names}")
+            raise UserError(f"{label} has no end-of-text token; it needs one of {names}")
         # ids may have gaps, so the size follows from the largest id and not from their number
         super().__init__(content, max(ids.values()) + 1, ids[end])
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "bos_token": end}
@@ -101,12 +102,12 @@ def load_tokenizer(name: str) -> Tokenizer:
     if path.is_file():
         return _from_file(path)
     if path.suffix == ".json" or path.is_dir():
-        raise ValueError(f"tokenizer {name}: no such file; give the path of a tokenizer.json")
+        raise UserError(f"tokenizer {name}: no such file; give the path of a tokenizer.json")
     library = optional("tokenizers").Tokenizer
     try:
         inner = library.from_pretrained(name)
     except Exception as error:  # the library raises plain Exception in all cases
-        raise ValueError(
+        raise UserError(
             f"tokenizer {name!r} is neither 'bytes' nor a file, and cannot be loaded from the "
             "Hugging Face hub: the name does not exist there or this machine is offline; download "
             f"its tokenizer.json and give the path ({type(error).__name__}: {error})"
@@ -122,19 +123,19 @@ def _from_file(path: Path) -> Tokenizer:
         if json.loads(content) == json.loads(BYTES_JSON):
             return BytesTokenizer()
     except ValueError as error:
-        raise ValueError(f"{path} is not a tokenizer.json: {error}") from error
+        raise UserError(f"{path} is not a tokenizer.json: {error}") from error
     library = optional("tokenizers").Tokenizer
     try:
         inner = library.from_str(content)
     except Exception as error:  # the library raises plain Exception
-        raise ValueError(f"{path} is not a tokenizer.json: {error}") from error
+        raise UserError(f"{path} is not a tokenizer.json: {error}") from error
     return LibraryTokenizer(inner, content, str(path))
 
 
 def train_tokenizer(documents: Iterable[str], vocabulary: int) -> Tokenizer:
     """Train a byte-level BPE with <|endoftext|> as id 0; a small corpus may give fewer entries."""
     if vocabulary < 257:
-        raise ValueError(
+        raise UserError(
             f"vocabulary={vocabulary} must be at least 257: 256 bytes and the end-of-text token"
         )
     library = optional("tokenizers")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from angular_lab.config.spec import ModelSpec
 from angular_lab.data.tokenizer import Tokenizer
+from angular_lab.errors import UserError
 from angular_lab.models import LanguageModel
 from angular_lab.models.layers import head_size, kv_heads, mlp_width, qkv_rows
 
@@ -53,7 +54,7 @@ def from_qwen2(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     def take(names: tuple[str, ...]) -> Tensor:
         missing = [name for name in names if name not in state]
         if missing:
-            raise ValueError(f"the Qwen2 state lacks {', '.join(missing)}")
+            raise UserError(f"the Qwen2 state lacks {', '.join(missing)}")
         taken.update(names)
         return torch.cat([state[name] for name in names])
 
@@ -65,7 +66,7 @@ def from_qwen2(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             names = tuple(f"model.layers.{layer}.{part}" for part in parts)
             weights[f"layers.{layer}.{name}"] = take(names)
     if unknown := sorted(set(state) - taken):
-        raise ValueError(f"these are not weights of Qwen2: {', '.join(unknown)}")
+        raise UserError(f"these are not weights of Qwen2: {', '.join(unknown)}")
     return weights
 
 
@@ -89,12 +90,12 @@ def export(
             "export needs the package safetensors: pip install -e '.[lab]'"
         ) from error
     if spec.kind not in EXPORTS:
-        raise ValueError(
+        raise UserError(
             f"model.kind={spec.kind!r} cannot be exported: transformers has an equivalent only for "
             f"{', '.join(map(repr, EXPORTS))}"
         )
     if spec != model.spec:
-        raise ValueError(f"the model was built from {model.spec}, not from {spec}")
+        raise UserError(f"the model was built from {model.spec}, not from {spec}")
     state, config = EXPORTS[spec.kind](model)
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
@@ -112,7 +113,7 @@ def _to_transformers(
 ) -> Exported:
     spec = model.spec
     if spec.kind != kind or spec.soft_cap:
-        raise ValueError(
+        raise UserError(
             f"model.kind={spec.kind!r} with soft_cap={spec.soft_cap:g} cannot become a "
             f"{architecture}, which needs {kind!r} with soft_cap=0"
         )

@@ -13,6 +13,7 @@ from modulefinder import ModuleFinder
 from pathlib import Path
 from typing import Any
 
+from angular_lab.errors import UserError
 from angular_lab.export import speedrun_script
 from angular_muown import __version__
 
@@ -77,7 +78,7 @@ def export_speedrun(out: Path) -> Path:
     imports = Imports()
     imports.run_script(speedrun_script.__file__)
     if others := imports.others - ALLOWED:
-        raise ValueError(
+        raise UserError(
             f"the script would import {', '.join(sorted(others))}, but it may need torch only: "
             "remove the import from the modules that speedrun_script.py uses"
         )
@@ -95,6 +96,6 @@ def _string(name: str, file: Path) -> str:
     """Return the assignment of a module's source to its path in SOURCES."""
     source = file.read_text(encoding="utf-8")
     if "'''" in source:
-        raise ValueError(f"{file} contains three single quotes, which would end its string")
+        raise UserError(f"{file} contains three single quotes, which would end its string")
     path = name.replace(".", "/") + ("/__init__.py" if file.name == "__init__.py" else ".py")
     return f"SOURCES[{path!r}] = r'''{source}'''\n"

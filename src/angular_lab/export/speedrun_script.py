@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from angular_lab.config.named_runs import speedrun
+from angular_lab.errors import UserError
 from angular_lab.models.gpt_speedrun import GPTSpeedrun
 from angular_muown import AngularMuown, plan, wsd
 
@@ -62,11 +63,11 @@ def read_shard(path: Path) -> Tensor:
     """Return the tokens of a file as a memory map."""
     size = path.stat().st_size // 2
     if size < HEADER:
-        raise ValueError(f"{path} is not a token shard: it is shorter than a header")
+        raise UserError(f"{path} is not a token shard: it is shorter than a header")
     words = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint16)
     magic, version, count = words[:HEADER].view(torch.int32)[:3].tolist()
     if (magic, version, count) != (MAGIC, VERSION, size - HEADER):
-        raise ValueError(
+        raise UserError(
             f"{path} is not a complete token shard: its header has magic {magic}, version "
             f"{version} and {count} tokens; expected {MAGIC}, {VERSION} and {size - HEADER}"
         )
@@ -86,7 +87,7 @@ def batches(folder: Path, split: str, tokens: int, sequence: int, ranks: Ranks) 
             first = start + ranks.rank * share
             ids = shard[first : first + share + 1].to(torch.int64)
             yield ids.unfold(0, sequence + 1, sequence).to(ranks.device)
-    raise ValueError(
+    raise UserError(
         f"{folder} has {len(paths)} files fineweb_{split}_*.bin, too few for another {tokens} "
         f"{split} tokens: set the folder with --data, or ask for fewer"
     )
@@ -172,9 +173,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def check_sizes(options: argparse.Namespace, world: int) -> None:
     if options.batch % world:
-        raise ValueError(f"--batch {options.batch} must be divisible by the {world} ranks")
+        raise UserError(f"--batch {options.batch} must be divisible by the {world} ranks")
     if options.val_tokens % (options.sequence * world) or options.val_tokens < 1:
-        raise ValueError(
+        raise UserError(
             f"--val-tokens {options.val_tokens} must be a multiple of {options.sequence * world}: "
             f"complete sequences of {options.sequence} tokens on each of the {world} ranks"
         )

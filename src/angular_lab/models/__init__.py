@@ -1,6 +1,7 @@
 """The lab's models: `build_model(spec)` constructs one, `init_weights(seed)` initializes it."""
 
 from angular_lab.config.spec import ModelSpec
+from angular_lab.errors import UserError
 from angular_lab.models.base import LanguageModel
 from angular_lab.models.dense import Dense
 from angular_lab.models.gpt_speedrun import GPTSpeedrun
@@ -18,5 +19,5 @@ MODELS: dict[str, type[Dense] | type[Qwen2] | type[MoE] | type[GPTSpeedrun]] = {
 def build_model(spec: ModelSpec) -> LanguageModel:
     """Return the model that `spec` describes, uninitialized, on torch's current device."""
     if spec.kind not in MODELS:
-        raise ValueError(f"model kind {spec.kind!r} is not one of {', '.join(map(repr, MODELS))}")
+        raise UserError(f"model kind {spec.kind!r} is not one of {', '.join(map(repr, MODELS))}")
     return MODELS[spec.kind](spec)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from angular_lab.config.spec import ModelSpec
+from angular_lab.errors import UserError
 from angular_lab.models.cross_entropy import cross_entropy
 from angular_lab.models.layers import (
     Block,
@@ -70,7 +71,7 @@ class LanguageModel(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         length = tokens.shape[1]
         if length > self.spec.sequence:
-            raise ValueError(
+            raise UserError(
                 f"a sequence of {length} tokens is too long: model.sequence={self.spec.sequence}"
             )
         x = self.embed(tokens)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from angular_lab.config.spec import ModelSpec
+from angular_lab.errors import UserError
 from angular_lab.models.base import Cut, LanguageModel, is_residual_output
 from angular_lab.models.layers import Attention, Block, head_size
 
@@ -41,9 +42,9 @@ class SquaredReLU(nn.Module):
 class GPTSpeedrun(LanguageModel):
     def __init__(self, spec: ModelSpec) -> None:
         if spec.tied:
-            raise ValueError("tied=True: gpt_speedrun starts with a zero head; set tied=False")
+            raise UserError("tied=True: gpt_speedrun starts with a zero head; set tied=False")
         if head_size(spec) % 4:
-            raise ValueError(
+            raise UserError(
                 f"width={spec.width} with heads={spec.heads}: the head size must be a multiple of "
                 "4, because half of its pairs are rotated"
             )

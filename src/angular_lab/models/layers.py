@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from angular_lab.config.spec import ModelSpec
+from angular_lab.errors import UserError
 from angular_lab.models.tensor_parallel import is_divided, local_rows, sum_gradients
 
 Rotation = tuple[Tensor, Tensor]  # cosines and sines, each (time, head size / 2), float32
@@ -37,7 +38,7 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
 
 def head_size(spec: ModelSpec) -> int:
     if spec.width % spec.heads or (spec.width // spec.heads) % 2:
-        raise ValueError(
+        raise UserError(
             f"width={spec.width} with heads={spec.heads}: the heads must divide the width, with an "
             "even head size (rotary positions rotate pairs)"
         )
@@ -47,7 +48,7 @@ def head_size(spec: ModelSpec) -> int:
 def kv_heads(spec: ModelSpec) -> int:
     count = spec.heads if spec.kv_heads is None else spec.kv_heads
     if spec.heads % count:
-        raise ValueError(f"kv_heads={count} must divide heads={spec.heads}")
+        raise UserError(f"kv_heads={count} must divide heads={spec.heads}")
     return count
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from angular_lab.config.spec import ModelSpec
+from angular_lab.errors import UserError
 from angular_lab.models.base import LanguageModel
 from angular_lab.models.layers import Attention, Block, SwiGLU, mlp_width
 
@@ -177,14 +178,14 @@ def _block(spec: ModelSpec, index: int) -> Block:
 
 def _check(spec: ModelSpec) -> None:
     if not 0 < spec.experts_per_token <= spec.experts:
-        raise ValueError(
+        raise UserError(
             f"experts_per_token={spec.experts_per_token} with experts={spec.experts}: it must be "
             "at least 1 and at most the number of experts"
         )
     if spec.expert_mlp < 1:
-        raise ValueError(f"expert_mlp={spec.expert_mlp}: set the experts' inner width")
+        raise UserError(f"expert_mlp={spec.expert_mlp}: set the experts' inner width")
     if not 0 <= spec.dense_layers < spec.layers:
-        raise ValueError(
+        raise UserError(
             f"dense_layers={spec.dense_layers} with layers={spec.layers}: at least one layer must "
             "be a mixture; use kind='dense' for a model without experts"
         )

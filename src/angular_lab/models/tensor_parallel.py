@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from angular_lab.config.spec import ModelSpec
+from angular_lab.errors import UserError
 
 if TYPE_CHECKING:  # importing torch.distributed.tensor takes a second
     from torch.distributed.tensor import DTensor
@@ -23,14 +24,14 @@ def check(spec: ModelSpec, tensor: int) -> None:
     from angular_lab.models.layers import kv_heads, mlp_width
 
     if spec.kind != "dense":
-        raise ValueError(
+        raise UserError(
             f"tensor={tensor} with model.kind={spec.kind}: only dense models are divided among "
             "ranks; set tensor=1"
         )
     counts = {"heads": spec.heads, "kv_heads": kv_heads(spec), "mlp": mlp_width(spec)}
     for name, count in counts.items():
         if count % tensor:
-            raise ValueError(f"tensor={tensor} does not divide model.{name}={count}")
+            raise UserError(f"tensor={tensor} does not divide model.{name}={count}")
 
 
 def divide(layers: nn.ModuleList, mesh: Any) -> None:

@@ -5,8 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from angular_lab.report.figures import Figure
+from angular_lab.errors import UserError
 from angular_lab.report.page import Section, write_page
+from angular_lab.report.plots import Figure
 from angular_lab.report.tables import Table
 from angular_lab.theory import figures, tables
 from angular_lab.theory.claims import claims_table
@@ -93,7 +94,7 @@ def make_page(results: Path, out: Path) -> Path:
         if (path := results / f"{part}.json").exists()
     }
     if not by_part:
-        raise ValueError(
+        raise UserError(
             f"{results} has no results: run `angular-lab theory` without arguments to measure"
         )
     warnings = [

@@ -24,6 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from angular_lab.errors import UserError
 from angular_lab.run_folder import PREFIX, write_atomically
 from angular_lab.training.averages import Averages
 from angular_lab.training.ranks import Ranks
@@ -60,10 +61,10 @@ def find(folder: Path, step: int | None = None) -> Path:
     """Return the checkpoint of a step, by default the newest."""
     saved = steps(folder)
     if not saved and step is None:
-        raise ValueError(f"{folder.parent} has no checkpoint yet")
+        raise UserError(f"{folder.parent} has no checkpoint yet")
     if step is not None and step not in saved:
         kept = ", ".join(map(str, saved)) or "none"
-        raise ValueError(f"{folder.parent} has no checkpoint at step {step}; it has {kept}")
+        raise UserError(f"{folder.parent} has no checkpoint at step {step}; it has {kept}")
     return step_folder(folder, saved[-1] if step is None else step)
 
 
@@ -158,7 +159,7 @@ def load(
         cause = _cause(error)
         if isinstance(cause, KeyboardInterrupt):
             raise cause from None
-        raise ValueError(f"checkpoint {path} cannot be loaded: {cause}") from None
+        raise UserError(f"checkpoint {path} cannot be loaded: {cause}") from None
     set_state_dict(
         model,
         optimizers,

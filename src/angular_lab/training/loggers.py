@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from angular_lab.config.overrides import keys
 from angular_lab.config.spec import Spec
+from angular_lab.errors import UserError
 from angular_lab.run_folder import RunFolder
 
 MODULES = {"tensorboard": "torch.utils.tensorboard"}  # if it differs from the logger's name
@@ -106,13 +107,13 @@ def check_loggers(spec: Spec) -> None:
     for key in ("entity", "tags"):
         value = getattr(spec.dashboard, key)
         if value and "trackio" in _names(spec) and "wandb" not in _names(spec):
-            raise ValueError(f"dashboard.{key}={value}: only wandb has {key}; leave it empty")
+            raise UserError(f"dashboard.{key}={value}: only wandb has {key}; leave it empty")
     for name in _names(spec):
         if name not in LOGGERS:
-            raise ValueError(f"loggers={name}: it must be one of {', '.join(LOGGERS)}")
+            raise UserError(f"loggers={name}: it must be one of {', '.join(LOGGERS)}")
         module = _import(MODULES.get(name, name), name)
         if name == "wandb" and not _has_key(module):
-            raise ValueError(
+            raise UserError(
                 "loggers=wandb: W&B has no valid API key; run wandb login, or set WANDB_API_KEY or "
                 "WANDB_MODE=offline"
             )
@@ -141,6 +142,4 @@ def _import(module: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise ValueError(
-            f"this logger needs the package {package}: pip install {package}"
-        ) from None
+        raise UserError(f"this logger needs the package {package}: pip install {package}") from None

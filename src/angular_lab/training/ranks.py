@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from angular_lab.errors import UserError
+
 T = TypeVar("T")
 
 
@@ -72,16 +74,16 @@ def choose_device(name: str = "") -> torch.device:
     """
     kind = name or ("cuda" if torch.cuda.is_available() else "cpu")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", kind):
-        raise ValueError(f"--device {name}: it must be cpu or cuda")
+        raise UserError(f"--device {name}: it must be cpu or cuda")
     if kind == "cpu":
         return torch.device(kind)
     if not torch.cuda.is_available():
-        raise ValueError(f"--device {name}: torch finds no CUDA device here; use --device cpu")
+        raise UserError(f"--device {name}: torch finds no CUDA device here; use --device cpu")
     local = os.environ.get("LOCAL_RANK", "0")
     index, count = int(kind.partition(":")[2] or local), torch.cuda.device_count()
     if index >= count:
         what = f"--device {name}" if ":" in kind else f"LOCAL_RANK={local}"
-        raise ValueError(f"{what}: there are {count} CUDA devices here, from 0 to {count - 1}")
+        raise UserError(f"{what}: there are {count} CUDA devices here, from 0 to {count - 1}")
     return torch.device("cuda", index)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from angular_lab.errors import UserError
 from angular_lab.theory.measure import geometry, guarantee, regimes, shortcut, solver
 
 WORKERS = 2
@@ -41,7 +42,7 @@ def measure(parts: Sequence[str], results: Path, data: str = "stdlib", quick: bo
     by_part = tasks(data, quick)
     for part in parts:
         if part not in (*by_part, "page"):
-            raise ValueError(f"unknown part '{part}': choose from {', '.join((*by_part, 'page'))}")
+            raise UserError(f"unknown part '{part}': choose from {', '.join((*by_part, 'page'))}")
     results.mkdir(parents=True, exist_ok=True)
     # Spawn: a forked torch may hang in its threads. One thread each: idle ones would spin.
     with ProcessPoolExecutor(WORKERS, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
