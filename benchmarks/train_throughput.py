@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from angular_lab.config.named_runs import named_run
 from angular_lab.models import LanguageModel
 from angular_lab.training import build
 from angular_lab.training.progress import peak_flops

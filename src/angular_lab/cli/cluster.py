@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from angular_lab.cluster.machine import Machine, flag
 from angular_lab.cluster.models import MODELS
+from angular_lab.errors import UserError
 
 if TYPE_CHECKING:
     from angular_lab.cluster.simulate import Simulation
@@ -42,7 +43,7 @@ def plan_ranks(arguments: argparse.Namespace) -> None:
 
     machine = Machine(**{f.name: getattr(arguments, f.name) for f in fields(Machine)})
     if arguments.hsdp < 1:
-        raise ValueError(f"--hsdp {arguments.hsdp}: it must be at least 1")
+        raise UserError(f"--hsdp {arguments.hsdp}: it must be at least 1")
     rows = []
     for ranks in arguments.ranks:
         print(f"{ranks:,} ranks", file=sys.stderr)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from angular_lab.config.overrides import count
+from angular_lab.errors import UserError
 
 if TYPE_CHECKING:
     from angular_lab.data.tokenizer import Tokenizer
@@ -20,7 +21,7 @@ def prepare(arguments: argparse.Namespace) -> None:
     from angular_lab.data.prepare import prepare as write
 
     if bool(arguments.hf) == bool(arguments.sources):
-        raise ValueError("give either files and folders, or a dataset with --hf")
+        raise UserError("give either files and folders, or a dataset with --hf")
     source = arguments.hf or ", ".join(arguments.sources)
     manifest = write(
         _documents(arguments),
@@ -62,7 +63,7 @@ def _tokenizer(arguments: argparse.Namespace) -> "Tokenizer":
     if kind != "train":
         return load_tokenizer(arguments.tokenizer)
     if not size.isdigit():
-        raise ValueError(
+        raise UserError(
             f"--tokenizer {arguments.tokenizer}: give the size of the vocabulary, as in train:16384"
         )
     vocabulary, saved = int(size), arguments.out / TOKENIZER

@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 import pytest
 
 from angular_lab.cli.main import main
-from angular_lab.config.named_runs import RECIPES
+from angular_lab.config.named_runs import NAMED_RUNS, named_run
 from angular_lab.config.overrides import count, keys, override
 from angular_lab.config.spec import Spec
 from angular_lab.experiments.comparison import EXPERIMENTS, SCALES, experiment, planned
@@ -61,7 +61,7 @@ def test_show_tells_the_run_before_it_runs(capsys) -> None:
     assert "AngularMuown" in text
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", NAMED_RUNS)
 def test_every_recipe_can_be_shown(name, capsys) -> None:
     assert main(["show", name]) == 0
     assert "operations" in capsys.readouterr().out
@@ -70,7 +70,7 @@ def test_every_recipe_can_be_shown(name, capsys) -> None:
 def test_recipes_lists_them(capsys) -> None:
     assert main(["recipes"]) == 0
     listed = capsys.readouterr().out
-    assert all(name in listed for name in RECIPES)
+    assert all(name in listed for name in NAMED_RUNS)
 
 
 @pytest.mark.parametrize(
@@ -293,6 +293,6 @@ def test_counts_may_have_units(text, number) -> None:
 
 
 def test_a_spec_survives_json() -> None:
-    for make in RECIPES.values():
+    for make in NAMED_RUNS.values():
         spec = make()
         assert Spec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
