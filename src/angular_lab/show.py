@@ -15,6 +15,7 @@ USUAL_MFU = 0.4  # of a GPU that does not wait for the host; on a CPU the speed 
 
 
 def describe(spec: Spec) -> str:
+    """Return a run's settings, parameter groups and expected cost as text."""
     spec.check()
     with torch.device("meta"):
         model = build_model(spec.model)
@@ -76,6 +77,7 @@ def rate_here() -> tuple[float, str]:
 
 
 def duration(seconds: float) -> str:
+    """Return a time in the largest unit that it fills."""
     if seconds > 1000 * DAY:
         years = seconds / (365.25 * DAY)
         return f"{years:.1f} years" if years < 10 else f"{years:,.0f} years"

@@ -122,8 +122,8 @@ def test_two_ranks_train_like_one(data: Path, in_package: Path, tmp_path: Path) 
         process.start()
     wait_all(processes)
     _, *losses = read_log(tmp_path)
-    for found, expected in zip(losses, read_log(in_package)[1:], strict=True):
-        assert found == pytest.approx(expected, abs=1e-3)
+    for values, expected in zip(losses, read_log(in_package)[1:], strict=True):
+        assert values == pytest.approx(expected, abs=1e-3)
 
 
 def test_script_has_the_values_of_the_named_run() -> None:
