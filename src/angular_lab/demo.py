@@ -1,5 +1,6 @@
 """`make demo`: train four optimizers on a corpus that every machine has, and open a report."""
 
+import logging
 import sys
 import webbrowser
 from dataclasses import replace
@@ -16,6 +17,7 @@ from angular_lab.sample import generate, load_run, tokenizer_of
 from angular_lab.training.ranks import Ranks
 from angular_lab.training.start import data_folder, train
 
+log = logging.getLogger(__name__)
 # name, lr, aux_lr, weight decay: the best of each grid in results/demo_grid.json (for AdamW, the
 # lower of two equally good learning rates: the higher one diverged once). 300 steps are few for
 # kappa to decay, and one seed is not evidence: these runs do not rank the optimizers.
@@ -39,7 +41,7 @@ def demo_spec(name: str, lr: float, aux_lr: float, weight_decay: float, steps: i
 def run_demo(out: Path, steps: int = 0) -> Path:
     folders = []
     for name, lr, aux_lr, weight_decay in RUNS:
-        print(f"\n{name}, lr {lr:g}", file=sys.stderr)
+        log.info("\n%s, lr %g", name, lr)
         spec = demo_spec(name, lr, aux_lr, weight_decay, steps)
         folders.append(train(spec, out / "runs" / f"{name}-{spec.steps}", resume=True).path)
     data = data_folder(spec, Ranks(0, 1, torch.device("cpu")))

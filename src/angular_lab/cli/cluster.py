@@ -2,7 +2,7 @@
 
 import argparse
 import json
-import sys
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -12,6 +12,7 @@ from angular_lab.cluster.machine import Machine, flag
 from angular_lab.cluster.models import MODELS
 from angular_lab.errors import UserError
 
+log = logging.getLogger(__name__)
 if TYPE_CHECKING:
     from angular_lab.cluster.simulate import Simulation
 
@@ -46,7 +47,7 @@ def plan_ranks(arguments: argparse.Namespace) -> None:
         raise UserError(f"--hsdp {arguments.hsdp}: it must be at least 1")
     rows = []
     for ranks in arguments.ranks:
-        print(f"{ranks:,} ranks", file=sys.stderr)
+        log.info("%s ranks", f"{ranks:,}")
         shapes = MODELS[arguments.model]
         rows.append(simulate(shapes, ranks, machine, arguments.hsdp, arguments.wire_dtype))
     figures = [asdict(row) for row in rows]

@@ -1,7 +1,7 @@
 """The command prepare: from its arguments to shards."""
 
 import argparse
-import sys
+import logging
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from pathlib import Path
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 TRAINING_DOCUMENTS = 20_000  # enough for a vocabulary of tens of thousands
 FEW_DOCUMENTS = 20
+log = logging.getLogger(__name__)
 
 
 def prepare(arguments: argparse.Namespace) -> None:
@@ -31,12 +32,12 @@ def prepare(arguments: argparse.Namespace) -> None:
         source=f"{source} [{arguments.column}] {arguments.name or ''}".strip(),
     )
     for name, split in manifest.splits.items():
-        print(f"{name}: {split.tokens:,} tokens, {split.documents:,} documents", file=sys.stderr)
+        log.info("%s: %s tokens, %s documents", name, f"{split.tokens:,}", f"{split.documents:,}")
     if manifest.splits["val"].documents < FEW_DOCUMENTS:
-        print(
-            f"fewer than {FEW_DOCUMENTS} documents for validation, whose loss will be noisy: "
-            "prepare a larger corpus, or use a larger --val-fraction",
-            file=sys.stderr,
+        log.warning(
+            "fewer than %d documents for validation, whose loss will be noisy: prepare a larger "
+            "corpus, or use a larger --val-fraction",
+            FEW_DOCUMENTS,
         )
     print(arguments.out)
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import os
 import platform
 import sys
@@ -36,6 +37,7 @@ from angular_lab.data.tokenizer import BytesTokenizer, Tokenizer
 from angular_lab.data.workers import Encoded, digest, encode_all
 from angular_lab.errors import UserError
 
+log = logging.getLogger(__name__)
 TOKENIZER = "tokenizer.json"
 LOCK = ".lock"
 
@@ -136,7 +138,7 @@ def _lock(folder: Path) -> AcquireReturnProxy:
     try:
         return lock.acquire(blocking=False)
     except Timeout:
-        print(f"waiting: another process is preparing {folder}", file=sys.stderr, flush=True)
+        log.info("waiting: another process is preparing %s", folder)
         return lock.acquire()
 
 

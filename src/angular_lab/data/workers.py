@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from angular_lab.data.shards import dtype_for
 from angular_lab.data.tokenizer import Tokenizer, load_tokenizer
+from angular_lab.errors import UserError
 
 CHUNK_DOCUMENTS, CHUNK_CHARACTERS = 256, 1 << 20
 # Tokenizers need some hundred bytes of memory per token, so a book is encoded in pieces.
@@ -120,7 +121,7 @@ def encode_all(
         while pending:
             yield from pending.popleft().result()
     except BrokenProcessPool as error:
-        raise RuntimeError(
+        raise UserError(
             "a worker process died: it may have run out of memory, or the script calls prepare "
             "outside of `if __name__ == '__main__':`; workers=1 avoids both"
         ) from error

@@ -7,10 +7,10 @@ only tensors and plain values are unpickled.
 
 import copy
 import json
+import logging
 import os
 import pickle
 import shutil
-import sys
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +29,7 @@ from angular_lab.run_folder import PREFIX, write_atomically
 from angular_lab.training.averages import Averages
 from angular_lab.training.ranks import Ranks
 
+log = logging.getLogger(__name__)
 HASHES = "hashes.json"
 PIECE = 16 * 2**20  # bytes; threads hash the pieces of a file side by side
 BLOCK = 2**20  # bytes that are read at a time: they stay in the processor's cache
@@ -239,8 +240,7 @@ class DamagedError(ValueError):
 
 def _check(path: Path, ranks: Ranks) -> None:
     if not (path / HASHES).exists():
-        if ranks.first:
-            print(f"checkpoint {path} has no hashes: loaded without a check", file=sys.stderr)
+        log.info("checkpoint %s has no hashes: loaded without a check", path)
         return
     if not (damage := _damage(path, ranks)):
         return

@@ -21,6 +21,7 @@ from angular_lab.data.batches import Tokens
 from angular_lab.data.prepare import prepare, prepare_stdlib
 from angular_lab.data.shards import JOURNAL, Manifest, read_header
 from angular_lab.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from angular_lab.errors import UserError
 from tests.lab.data.kill_prepare import contents
 
 ROOT = Path(__file__).parents[3]
@@ -138,7 +139,7 @@ def test_documents_are_read_only_a_little_ahead(count, most) -> None:
 def test_a_dead_worker_is_an_error(tmp_path) -> None:
     """It dies here because the tokenizer's file does not exist."""
     stream = workers.encode_all(TEXTS, BYTES, tmp_path / "nowhere.json", 2, 0)
-    with pytest.raises(RuntimeError, match=r"a worker process died.*workers=1"):
+    with pytest.raises(UserError, match=r"a worker process died.*workers=1"):
         next(stream)
 
 

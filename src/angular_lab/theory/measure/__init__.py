@@ -1,8 +1,8 @@
 """Measurements of the paper's theory: run them in parallel and save each part as JSON."""
 
 import json
+import logging
 import platform
-import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -16,6 +16,7 @@ from angular_lab.errors import UserError
 from angular_lab.theory.measure import geometry, guarantee, regimes, shortcut, solver
 
 WORKERS = 2
+log = logging.getLogger(__name__)
 Task = tuple[Callable[..., dict[str, Any]], tuple[Any, ...]]
 
 
@@ -71,7 +72,7 @@ def _save(path: Path, part: str, futures: Sequence[Future[dict[str, Any]]], quic
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     content = {"command": command, **versions, **_rounded(merged)}
     path.write_text(json.dumps(content, indent=1) + "\n")
-    print(f"{path}: {merged['seconds']:.0f} CPU seconds", file=sys.stderr)
+    log.info("%s: %.0f CPU seconds", path, merged["seconds"])
 
 
 def _rounded(value: Any) -> Any:
