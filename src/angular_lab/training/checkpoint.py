@@ -54,7 +54,7 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def steps(folder: Path) -> list[int]:
-    """Steps with a finished checkpoint, oldest first; none where there is no folder."""
+    """Return the steps with a finished checkpoint, oldest first; none if the folder is missing."""
     return sorted(int(path.name.removeprefix(PREFIX)) for path in folder.glob(f"{PREFIX}*"))
 
 
@@ -77,7 +77,7 @@ def save(
     ranks: Ranks,
     averages: Averages,
 ) -> None:
-    """`counters` holds at least "step"."""
+    """Write a checkpoint; `counters` holds at least "step". Raises OSError if it cannot."""
     step = counters["step"]
     target = step_folder(folder, step)
     temporary = folder / f".saving-{target.name}"
@@ -138,7 +138,7 @@ def load(
     ranks: Ranks,
     averages: Averages | None = None,
 ) -> dict[str, int]:
-    """Into model and, where given, optimizer and averages; returns the counters. Raises
+    """Load into model and, where given, optimizer and averages, and return the counters. Raises
     DamagedError if a file does not match its hash."""
     _check(path, ranks)
     optimizers = [] if optimizer is None else [optimizer]
@@ -173,8 +173,8 @@ def load(
 
 
 def _leave_out_new_settings(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Settings of groups that a checkpoint of an earlier version does not have: torch would ask for
-    them, and without them they stay the constructor's."""
+    """Remove settings of groups that a checkpoint of an earlier version lacks: torch would require
+    them; left out, they keep the constructor's values."""
     for i, group in enumerate(state["param_groups"]):
         for key in [*group]:
             name = f"optimizer.param_groups.{i}.{key}"
@@ -183,7 +183,7 @@ def _leave_out_new_settings(state: dict[str, Any], saved: Mapping[str, Any]) -> 
 
 
 def _averages_in(saved: Mapping[str, Any], averages: Averages) -> dict[str, Any]:
-    """Those that the checkpoint has. Where a branch asks for others than its parent, they begin."""
+    """Return the averages that the checkpoint has; other windows of a branch begin with it."""
     windows = averages.state().items()
     return {window: part for window, part in windows if f"average.{window}.count" in saved}
 
@@ -197,7 +197,7 @@ def to_memory(
     optimizer: torch.optim.Optimizer,
     averages: Averages,
 ) -> Point:
-    """What `save` writes, as a copy that a later run of this process can start from."""
+    """Copy what `save` writes, for a later run of this process to start from."""
     return copy.deepcopy(_content(counters, model, optimizer, averages))
 
 
@@ -216,7 +216,7 @@ def from_memory(
 
 
 def _cause(error: BaseException) -> object:
-    """What went wrong on the first rank where something did."""
+    """Return the error of the first rank that failed."""
     failures = getattr(error, "failures", {})
     return next(iter(failures.values()))[0] if failures else error
 
@@ -232,7 +232,7 @@ class DamagedError(ValueError):
         super().__init__(f"checkpoint {path} is damaged: {', '.join(damage)}; {known}")
 
     def advise(self, how: str) -> ValueError:
-        """Return the error with what to do; `how` has a place for the newest good step."""
+        """Return the error with advice; `how` has a placeholder for the newest good step."""
         return ValueError(
             str(self) if self.newest_good is None else f"{self}: {how.format(self.newest_good)}"
         )
@@ -326,7 +326,7 @@ def prune(folder: Path, keep: int, pinned: tuple[int, ...]) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Renamed first, so that a kill never leaves half a checkpoint under its name."""
+    """Remove a checkpoint; renamed first, so that a kill never leaves a partial one."""
     aside = path.with_name(f".removing-{path.name}")
     os.rename(path, aside)
     shutil.rmtree(aside)
@@ -348,7 +348,7 @@ def _sync(path: Path) -> None:
 
 
 class SafePlanner(dcp.DefaultLoadPlanner):
-    """Plain values through torch's weights-only unpickler; torch's own planner takes any pickle."""
+    """Loads plain values by torch's weights-only unpickler; torch's planner takes any pickle."""
 
     def load_bytes(self, read_item: Any, value: Any) -> None:
         key = read_item.dest_index.fqn

@@ -10,21 +10,21 @@ UNSAVED = "not saved; the last checkpoint is untouched"
 TORCHRUN = "TORCHELASTIC_RUN_ID"  # torchrun sets it for the processes that it starts
 
 
-class Preempted(Exception):  # noqa: N818  (no error: the run goes on later)
-    """SIGTERM came, or the time is over; all is saved and can be resumed."""
+class Preempted(Exception):  # noqa: N818  (not an error: the run can continue)
+    """SIGTERM arrived, or the time is over; everything is saved and can be resumed."""
 
 
 class WorkerDied(Exception):  # noqa: N818
-    """A process that made runs for this one ended in another way than it should."""
+    """A worker process ended with an error or a signal."""
 
 
 class Sigterm:
-    """Within the context, SIGTERM only sets `received`, and so do the signals that are given. Of
-    Ctrl-C (SIGINT) that holds for the first, which also prints `notice`; the second one raises
-    KeyboardInterrupt. Under torchrun the second one arrives as SIGTERM.
+    """Within the context, SIGTERM and the given signals only set `received`. The first Ctrl-C
+    (SIGINT) also prints `notice`; the second one raises KeyboardInterrupt. Under torchrun the
+    second one arrives as SIGTERM.
 
-    Contexts nest: a command has one, and each of its runs. The inner one starts with what the outer
-    one received, and passes on at its end what it received itself.
+    Contexts nest: a command has one, and so has each of its runs. The inner one starts with what
+    the outer one received, and at its end forwards what it received itself.
     """
 
     def __init__(self, *others: signal.Signals, notice: str = "") -> None:
@@ -41,7 +41,7 @@ class Sigterm:
         self._outer = outer if isinstance(outer, Sigterm) else None
         self.received = self._outer is not None and self._outer.received
         for number in self._others:
-            # Who ignores it, like a worker whose parent passes Ctrl-C on, goes on ignoring it.
+            # A process that ignores it, like a worker whose parent forwards Ctrl-C, keeps doing so.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._pass_on)
         return self
