@@ -238,9 +238,9 @@ class Sweep:
         self._make_claimed(planned, run)
 
     def _make_claimed(self, planned: PlannedRun, run: RunFolder) -> bool:
-        """Make a run and release it. False if another process has finished it since we looked."""
+        """Make a run and release it. False if another process has dealt with it since we looked."""
         try:
-            if planned.finished:
+            if planned.finished or self._failed(planned):
                 return False
             self._train(planned, run)
             return True
@@ -250,11 +250,11 @@ class Sweep:
     def _train(self, planned: PlannedRun, run: RunFolder) -> None:
         log.info("%s: %s", self.name, planned.folder.name)
         self.write()
-        spec: Spec = planned.spec
-        if run.started:  # it continues as it began, whatever no loss depends on
-            planned.check(run)
-            spec = run.read_spec()
         try:
+            spec: Spec = planned.spec
+            if run.started:  # it continues as it began, whatever no loss depends on
+                planned.check(run)
+                spec = run.read_spec()
             train(spec, run, True, self.device, self.until, self.models)
         except Preempted:
             raise Preempted(f"{planned.folder.name} is saved") from None

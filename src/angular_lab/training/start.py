@@ -210,7 +210,8 @@ def _branch_point(run: RunFolder, spec: Spec) -> Path:
 def _check_resumable(spec: Spec, run: RunFolder, resume: bool) -> None:
     if not resume:
         raise UserError(
-            f"{run.path} already holds a run: add --resume auto to continue it, or choose another --out"
+            f"{run.path} already holds a run: add --resume auto to continue it, or choose another "
+            "--out"
         )
     before = run.read_spec().with_dashboard_of(spec)
     if spec.parent and before.parent and _same_parent(run, before, spec):
