@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from angular_lab.report.runs import read_run
 
 from angular_lab.report.cooldowns import share_form
 from angular_lab.report.figures import sweep_figures
-from angular_lab.report.report import collect, make_report
+from angular_lab.report.read import collect
+from angular_lab.report.report import make_report
 from angular_lab.run_folder import RunFolder
 from tests.lab.report.made import choosing, edit_json, spec_of, table, visible, write_run
 

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from angular_lab.report.runs import read_run
 
 from angular_lab.report.figures import colors, interpolate, prediction, sweep_figures
-from angular_lab.report.report import collect, make_report
+from angular_lab.report.read import collect
+from angular_lab.report.report import make_report
 from angular_lab.report.verdicts import constant_phase_ratio
+from angular_lab.run_folder import read_run
 from tests.lab.report.made import (
     HORIZONS,
     OURS,
