@@ -153,11 +153,16 @@ class SweepResults:
         """Return the sweep with variants in place of the arms that they vary, at the values chosen
         for those: one view for every length of the cooldown."""
         roots = {arm.label: arm.variant_of for arm in self.record.arms if arm.variant_of}
+        shares = {
+            trial.arm: round(run.spec.decay_steps / run.spec.steps, 3)
+            for trial in self.variants
+            for run in trial.ends.values()
+        }
         views: dict[float, list[TrialResult]] = {}
         for trial in self.variants:
-            for run in list(trial.ends.values())[:1]:
-                share = round(run.spec.decay_steps / run.spec.steps, 3)
-                views.setdefault(share, []).append(replace(trial, arm=roots[trial.arm] or ""))
+            if trial.arm in shares:  # trials without a run count: the grid is what was planned
+                as_root = replace(trial, arm=roots[trial.arm] or "")
+                views.setdefault(shares[trial.arm], []).append(as_root)
         return [
             replace(self, trials=trials, variants=[], horizons=sorted({*trials[0].planned}))
             for trials in views.values()
