@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from angular_lab.demo import RUNS, run_demo
+from angular_lab.errors import UserError
 from angular_lab.report.report import summary, text_table, write_report
 from angular_lab.report.tables import Mark
 from angular_lab.run_folder import RunFolder
@@ -55,9 +56,9 @@ def test_reports_are_written_without_torch(tmp_path: Path) -> None:
 
 
 def test_errors_of_write_report(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no runs"):
+    with pytest.raises(UserError, match="no runs"):
         write_report([], tmp_path, "x")
-    with pytest.raises(ValueError, match="is not a run folder"):
+    with pytest.raises(UserError, match="is not a run folder"):
         write_report([tmp_path], tmp_path, "x")
 
 
