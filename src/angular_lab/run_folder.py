@@ -356,11 +356,13 @@ def read_run(folder: Path, warnings: list[str]) -> Run | None:
     result = Run(folder, info, tuple(metrics), speeds, run.done, run.diverged)
     if result.done and not result.diverged and result.final is None:
         last = result.evaluations
-        where = f"its last evaluation is at {last[-1].tokens:,} tokens" if last else "it has none"
         planned = info.spec.steps * info.spec.tokens_per_step
-        warnings.append(
-            f"{folder} is done, but {where}, not at {planned:,}: its final loss is not used"
+        where = (
+            f"its last evaluation is at {last[-1].tokens:,} tokens, not at {planned:,}"
+            if last
+            else "it has no evaluation"
         )
+        warnings.append(f"{folder} is done, but {where}: its final loss is not used")
     return result
 
 

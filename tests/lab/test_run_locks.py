@@ -1,18 +1,17 @@
-"""A run folder belongs to one at a time, also while folders in which nothing began go away."""
+"""A run folder belongs to one process at a time."""
 
-import fcntl
-import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from angular_lab.errors import UserError
 from angular_lab.run_folder import RunFolder
 
 
 def test_never_two_at_a_time(tmp_path: Path) -> None:
-    """Each release removes the folder, which is when a lock can be lost."""
     inside: list[int] = []
     wrong: list[object] = []
     won: list[int] = []
@@ -23,7 +22,7 @@ def test_never_two_at_a_time(tmp_path: Path) -> None:
                 run = RunFolder(tmp_path / "run")
                 if run.try_claim():
                     inside.append(number)
-                    if inside != [number] or not (tmp_path / "run" / "LOCK").exists():
+                    if inside != [number]:
                         wrong.append(list(inside))
                     won.append(number)
                     inside.remove(number)
@@ -38,50 +37,60 @@ def test_never_two_at_a_time(tmp_path: Path) -> None:
         thread.join()
     assert wrong == []
     assert len(won) > 100
-    assert not (tmp_path / "run").exists()
 
 
-def test_a_lock_on_a_file_that_is_gone_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The one before lets go between our opening the file and our locking it."""
-    flock, calls = fcntl.flock, []
-
-    def late(file: Any, how: int) -> None:
-        calls.append(how)
-        if len(calls) == 1:
-            shutil.rmtree(tmp_path / "run")
-        flock(file, how)
-
-    monkeypatch.setattr(fcntl, "flock", late)
-    run = RunFolder(tmp_path / "run")
-    assert run.try_claim()
-    assert not RunFolder(tmp_path / "run").try_claim()
-    run.release()
-    assert not (tmp_path / "run").exists()
-
-
-def test_what_began_stays(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path / "run")
+def test_a_folder_in_use_is_refused_until_it_is_released(tmp_path: Path) -> None:
+    run, other = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "run")
     run.claim()
-    (run.path / "spec.json").touch()
-    run.append(run.metrics_path, {"step": 1})
+    assert (run.claimed, other.claimed) == (True, False)
+    with pytest.raises(UserError, match="run is in use by another process: wait for it"):
+        other.claim()
     run.release()
-    assert run.started
+    assert not run.claimed
     run.release()  # a second time: nothing
-    run.claim()
-    with pytest.raises(ValueError, match="is in use by another process"):
-        RunFolder(run.path).claim()
+    other.claim()
+    other.release()
+
+
+def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
+    code = (
+        "from angular_lab.run_folder import RunFolder\n"
+        f"run = RunFolder({str(tmp_path / 'run')!r})\n"
+        "run.claim()\n"
+        "print('claimed', flush=True)\n"
+        "input()\n"
+    )
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "claimed\n"
+        run = RunFolder(tmp_path / "run")
+        assert not run.try_claim()
+    finally:
+        process.kill()
+        process.communicate()
+    assert run.try_claim()
     run.release()
+
+
+def test_a_claim_alone_does_not_start_a_run(tmp_path: Path) -> None:
+    """A process that dies before its first logged step leaves nothing to lose."""
+    run = RunFolder(tmp_path / "run")
+    run.claim()
+    run.release()
+    (run.path / "spec.json").touch()
+    assert not run.started
+    run.append(run.metrics_path, {"step": 1})
+    assert run.started
 
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("place", ["run", "run/inner", "run/a/b"])
-def test_a_link_that_leads_nowhere_is_named(tmp_path: Path, place: str) -> None:
-    """It is there and cannot be made: waiting for it would have no end."""
+def test_a_broken_link_in_the_place_of_a_folder_is_refused(tmp_path: Path, place: str) -> None:
+    """It exists and cannot be created: waiting for it would never end."""
     (tmp_path / "run").symlink_to(tmp_path / "unmounted" / "disk")
-    wanted = rf"{tmp_path / 'run'} is a link to {tmp_path / 'unmounted' / 'disk'}, .*not there"
-    with pytest.raises(ValueError, match=wanted):
+    with pytest.raises(UserError, match=f"{tmp_path / place} cannot be a folder: .*broken link"):
         RunFolder(tmp_path / place).try_claim()
     assert not (tmp_path / "unmounted").exists()
     (tmp_path / "unmounted" / "disk").mkdir(parents=True)

@@ -153,11 +153,16 @@ class SweepResults:
         """Return the sweep with variants in place of the arms that they vary, at the values chosen
         for those: one view for every length of the cooldown."""
         roots = {arm.label: arm.variant_of for arm in self.record.arms if arm.variant_of}
+        shares = {
+            trial.arm: round(run.spec.decay_steps / run.spec.steps, 3)
+            for trial in self.variants
+            for run in trial.ends.values()
+        }
         views: dict[float, list[TrialResult]] = {}
         for trial in self.variants:
-            for run in list(trial.ends.values())[:1]:
-                share = round(run.spec.decay_steps / run.spec.steps, 3)
-                views.setdefault(share, []).append(replace(trial, arm=roots[trial.arm] or ""))
+            if trial.arm in shares:  # trials without a run count: the grid is what was planned
+                as_root = replace(trial, arm=roots[trial.arm] or "")
+                views.setdefault(shares[trial.arm], []).append(as_root)
         return [
             replace(self, trials=trials, variants=[], horizons=sorted({*trials[0].planned}))
             for trials in views.values()
@@ -222,9 +227,7 @@ def collect(sources: Sequence[Path], warnings: list[str]) -> tuple[list[SweepRes
         )
     sweeps = {path: read_sweep(files[path], warnings) for path in files}
     results = [sweep for sweep in sweeps.values() if sweep is not None]
-    for sweep in results:
-        alike = [s.file.stem for s in results].count(sweep.file.stem) > 1
-        sweep.key = f"{sweep.file.parts[-3]}-{sweep.file.stem}" if alike else sweep.file.stem
+    _set_keys(results)
     order = [*EXPERIMENTS]
     results.sort(
         key=lambda s: (order.index(s.experiment) if s.experiment in order else len(order), s.name)
@@ -240,16 +243,30 @@ def collect(sources: Sequence[Path], warnings: list[str]) -> tuple[list[SweepRes
     return results, [run for run in runs if run is not None and run.metrics]
 
 
+def _set_keys(sweeps: Sequence[SweepResults]) -> None:
+    """Name each sweep by its file and, while another has the same name, by the folders above its
+    store."""
+    paths = [sweep.file.resolve() for sweep in sweeps]
+    names = [(*path.parts[1:-2], path.stem) for path in paths]
+    for sweep, name in zip(sweeps, names, strict=True):
+        length = 1
+        while length < len(name) and [x[-length:] for x in names].count(name[-length:]) > 1:
+            length += 1
+        sweep.key = "-".join(name[-length:])
+
+
 def find(source: Path) -> tuple[list[Path], list[Path]]:
     """Return the sweep files and the run folders at or below a path, in a fixed order."""
     if source.is_file():
+        if source.name == OLD_FILE:
+            SweepRecord.read(source)  # raises, and names the command that converts
         return [source], []
     sweeps, runs = [], []
     for root, folders, files in os.walk(source):
         folders[:] = sorted(name for name in folders if name not in ("checkpoints", "workers"))
         if OLD_FILE in files:
-            SweepRecord.read(Path(root) / OLD_FILE)  # raises, and names the command that converts
-        if Path(root).name == SWEEPS:
+            SweepRecord.read(Path(root) / OLD_FILE)
+        if Path(root).resolve().name == SWEEPS:  # the source may be `.`
             sweeps += [Path(root) / name for name in sorted(files) if name.endswith(".json")]
         if SPEC in files:
             runs.append(Path(root))
@@ -257,7 +274,7 @@ def find(source: Path) -> tuple[list[Path], list[Path]]:
 
 
 def _runs_folder(file: Path) -> Path:
-    return file.parent.parent / RUNS
+    return file.absolute().parent.parent / RUNS  # the file may be given without its folder
 
 
 def read_sweep(file: Path, warnings: list[str]) -> SweepResults | None:

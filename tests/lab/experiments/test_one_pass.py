@@ -1,4 +1,4 @@
-"""The plan of the comparison on text that is read once."""
+"""The plan of the comparison on a corpus that is read once."""
 
 from dataclasses import replace
 from math import isclose
@@ -10,7 +10,7 @@ from angular_lab.experiments.comparison import experiment
 from angular_lab.experiments.definition import SCALES
 from angular_lab.experiments.one_pass import GRIDS, SCHEDULES, STEPS, WHOLE
 
-SPECS = {line.label: line.spec for line in experiment("one-pass", "s").lines}
+SPECS = {arm.label: arm.spec for arm in experiment("one-pass", "s").arms}
 
 
 def test_every_method_has_every_schedule_and_a_grid_in_even_ratios() -> None:
@@ -23,7 +23,7 @@ def test_every_method_has_every_schedule_and_a_grid_in_even_ratios() -> None:
         assert isclose(middle / low, high / middle, rel_tol=0.05)
 
 
-def test_schedules_of_a_method_differ_in_the_cool_down_alone() -> None:
+def test_schedules_of_a_method_differ_in_the_cooldown_alone() -> None:
     def without(spec: Spec) -> Spec:
         return replace(spec, schedule=replace(spec.schedule, decay=0.0))
 
@@ -52,12 +52,12 @@ def test_horizons_are_quarters_and_each_ends_with_an_evaluation(scale: str) -> N
     assert all(isclose(steps / quarter, k, rel_tol=0.01) for k, steps in enumerate(longer, 2))
     plan = experiment("one-pass", scale)
     assert plan.horizons == (quarter,)
-    assert {line.spec.eval_every for line in plan.lines} == {quarter}
+    assert {arm.spec.eval_every for arm in plan.arms} == {quarter}
 
 
-def test_all_of_the_text_differs_from_a_quarter_in_its_length_and_rates_alone() -> None:
+def test_the_whole_corpus_differs_from_a_quarter_in_its_length_and_rates_alone() -> None:
     plan = experiment("one-pass-long", "s")
     assert plan.horizons == STEPS["s"][-1:]
     assert len(plan.seeds) == 4
-    assert all(line.spec == SPECS[line.label] for line in plan.lines)
+    assert all(arm.spec == SPECS[arm.label] for arm in plan.arms)
     assert {method for method, _, _ in WHOLE} == {method for method, _, _ in GRIDS}

@@ -1,3 +1,5 @@
+import logging
+
 import pytest
 
 from angular_lab import run_folder
@@ -15,3 +17,9 @@ def quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(run_folder, "git_state", dict)
     if "drawn" not in request.fixturenames:
         monkeypatch.setattr(page, "save", lambda panel, stem: "<svg></svg>")
+
+
+@pytest.fixture(autouse=True)
+def logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `caplog` see the lab's messages, also after a command has configured logging."""
+    monkeypatch.setattr(logging.getLogger("angular_lab"), "propagate", True)

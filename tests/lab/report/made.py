@@ -12,7 +12,8 @@ from typing import Any
 
 from angular_lab.config.spec import ModelSpec, OptimSpec, ScheduleSpec, Spec
 from angular_lab.experiments import published as paper
-from angular_lab.run_folder import RunFolder
+from angular_lab.run_folder import RUNS, RunFolder
+from angular_lab.sweeps.sweep_file import SWEEPS, ArmRecord, SweepRecord, TrialRecord
 
 OURS = "angular_muown"
 HORIZONS = (100, 200, 300, 400)
@@ -66,55 +67,89 @@ def write_run(folder: Path, spec: Spec, final: float, **values: Any) -> Path:
     return write_lines(folder, spec, map(line, steps), **values)
 
 
-def write_manifest(
-    root: Path, entries: Sequence[Line], labels: Sequence[str] = (OURS,), **values: Any
+def sweep_file(root: Path) -> Path:
+    """Return the only sweep of a store."""
+    (path,) = (root / SWEEPS).glob("*.json")
+    return path
+
+
+def edit_sweep(root: Path, **values: Any) -> None:
+    """Set fields of a sweep's record; a function is applied to the present value."""
+    path = sweep_file(root)
+    record = SweepRecord.read(path)
+    changed = {k: v(getattr(record, k)) if callable(v) else v for k, v in values.items()}
+    replace(record, **changed).write(path)
+
+
+def write_record(
+    root: Path,
+    trials: Sequence[TrialRecord],
+    optimizers: Mapping[str, str] | None = None,
+    name: str = "",
+    **values: Any,
 ) -> Path:
-    """Write sweep.json; entries are done and over the learning rate unless they say otherwise."""
-    common = {"label": OURS, "axis": "optim.lr", "status": "done"}
-    horizons = sorted({int(h) for entry in entries for h in entry["folders"]})
-    seeds = list(dict.fromkeys(entry["seed"] for entry in entries))
-    content = {
-        "experiment": "teaser", "scale": "s", "title": "A made one", "lines": list(labels),
-        "horizons": horizons, "seeds": seeds, "chosen": {},
-        "entries": [{**common, **entry} for entry in entries],
-    }  # fmt: skip
-    (root / "sweep.json").write_text(json.dumps(content | values))
+    """Write the file of a sweep over the learning rate, named as its store unless given.
+
+    `optimizers` are by arm. Ours is expected below every other arm.
+    """
+    optimizers = optimizers or {OURS: OURS}
+    ours = next((arm for arm in optimizers if arm.partition(",")[0] == OURS), None)
+    grids = {arm: sorted({t.value for t in trials if t.arm == arm}) for arm in optimizers}
+    record = SweepRecord(
+        experiment="teaser",
+        scale="s",
+        title="A sweep for a test",
+        data="tokens",
+        horizons=tuple(sorted({horizon for trial in trials for horizon in trial.runs})),
+        seeds=tuple(dict.fromkeys(trial.seed for trial in trials)),
+        arms=tuple(ArmRecord(x, optimizers[x], "optim.lr", tuple(grids[x])) for x in optimizers),
+        trials=tuple(trials),
+        chosen={},
+        ours=ours,
+        pairs=tuple((ours, arm) for arm in optimizers if arm != ours) if ours else (),
+    )
+    replace(record, **values).write(root / SWEEPS / f"{name or root.name}.json")
     return root
 
 
 def write_sweep(root: Path, methods: Mapping[str, tuple[str, Grid]], **values: Any) -> Path:
-    """Write a sweep of (optimizer, grid) by label; seed 0 chooses."""
-    entries, chosen = [], {}
-    for label, (optimizer, grid) in methods.items():
+    """Write a store with a sweep of (optimizer, grid) by arm; seed 0 chooses."""
+    trials, chosen = [], {}
+    for arm, (optimizer, grid) in methods.items():
         ends: dict[float, float] = {}
         for value, by_seed in grid.items():
             for seed, losses in by_seed.items():
-                name = f"{''.join(c if c.isalnum() else '-' for c in label)}-lr{value:g}-seed{seed}"
+                name = f"{''.join(c if c.isalnum() else '-' for c in arm)}-lr{value:g}-seed{seed}"
                 optim = replace(spec_of(optimizer).optim, lr=value)
-                entry = _entry(root, name, spec_of(optimizer, seed=seed, optim=optim), losses)
-                entries.append(entry | {"label": label, "value": value, "seed": seed})
+                spec = spec_of(optimizer, seed=seed, optim=optim)
+                runs, trunk = _write_trial(root / RUNS, name, spec, losses)
+                trials.append(TrialRecord(arm, value, seed, runs, trunk))
                 if losses and seed == 0:
                     ends[value] = losses[max(losses)]
         if ends:
-            chosen[label] = {"value": min(ends, key=ends.__getitem__), "edge": []}
-    return write_manifest(root, entries, list(methods), chosen=chosen, **values)
+            chosen[arm] = min(ends, key=ends.__getitem__)
+    optimizers = {arm: optimizer for arm, (optimizer, _) in methods.items()}
+    return write_record(root, trials, optimizers, **{"chosen": chosen, **values})
 
 
-def _entry(root: Path, name: str, spec: Spec, losses: Losses | None) -> Line:
+def _write_trial(
+    store: Path, name: str, spec: Spec, losses: Losses | None
+) -> tuple[dict[int, str], str | None]:
+    """Write the runs of a trial; return their names by horizon, and the trunk's."""
     if losses is None:
-        write_run(root / name, spec, 9.0)
-        (root / name / "DIVERGED").write_text("the loss is nan\n")
-        return {"status": "diverged", "folders": {str(spec.steps): name}}
+        write_run(store / name, spec, 9.0)
+        RunFolder(store / name).record_divergence("the loss is nan")
+        return {spec.steps: name}, None
     if len(losses) == 1:
-        write_run(root / name, replace(spec, steps=max(losses)), losses[max(losses)])
-        return {"folders": {str(max(losses)): name}}
+        write_run(store / name, replace(spec, steps=max(losses)), losses[max(losses)])
+        return {max(losses): name}, None
     constant = replace(spec.schedule, kind="constant")
     trunk = replace(spec, steps=int(0.9 * max(losses)), schedule=constant)
-    write_run(root / name, trunk, min(losses.values()) + 0.2)
+    write_run(store / name, trunk, min(losses.values()) + 0.2)
     for h, loss in losses.items():
         branch = replace(spec, steps=h, parent=name, parent_step=int(0.9 * h))
-        write_run(root / f"{name}-to{h}", branch, loss)
-    return {"folders": {str(h): f"{name}-to{h}" for h in losses}}
+        write_run(store / f"{name}-to{h}", branch, loss)
+    return {h: f"{name}-to{h}" for h in losses}, name
 
 
 def paper_teaser(root: Path, seeds: tuple[int, ...] = (0,)) -> Path:
@@ -149,10 +184,10 @@ def one_horizon(root: Path) -> Path:
     theirs: Grid = {0.008: {0: {400: 3.2}}, 0.016: {0: {400: 3.0}, 1: {400: 3.02}, 2: {400: 3.0}}}
     write_sweep(root, {OURS: (OURS, ours), "adamw": ("adamw", theirs)}, experiment="tuned-adamw")
 
-    def change(entry: Line) -> Line:
-        return entry | ({"axis": "optim.aux_lr"} if entry["label"] == "adamw" else {})
+    def change(arm: ArmRecord) -> ArmRecord:
+        return replace(arm, axis="optim.aux_lr") if arm.label == "adamw" else arm
 
-    edit_json(root / "sweep.json", entries=lambda entries: list(map(change, entries)))
+    edit_sweep(root, arms=lambda arms: tuple(map(change, arms)))
     return root
 
 

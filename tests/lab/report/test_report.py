@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from angular_lab.demo import RUNS, run_demo
+from angular_lab.errors import UserError
 from angular_lab.report.report import summary, text_table, write_report
 from angular_lab.report.tables import Mark
 from angular_lab.run_folder import RunFolder
@@ -55,9 +56,9 @@ def test_reports_are_written_without_torch(tmp_path: Path) -> None:
 
 
 def test_errors_of_write_report(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no runs"):
+    with pytest.raises(UserError, match="no runs"):
         write_report([], tmp_path, "x")
-    with pytest.raises(ValueError, match="no run folder"):
+    with pytest.raises(UserError, match="is not a run folder"):
         write_report([tmp_path], tmp_path, "x")
 
 
@@ -91,7 +92,7 @@ def test_the_demo_in_miniature(
 )
 def test_the_summary_of_a_run(tmp_path: Path, kind: str, first: int, last: int) -> None:
     """Its angles are those of the constant phase, where it has one."""
-    spec = spec_of(steps=12, average="0.5")
+    spec = spec_of(steps=12, average=(0.5,))
     spec = replace(spec, schedule=replace(spec.schedule, kind=kind, warmup=2, decay=0.25))
     lines = [{"step": step, "loss": 3.0, "angle_mean": 1e-3 * step} for step in range(1, 13)]
     lines[-1] |= {"val_loss": 2.5, "val_loss_averaged_0.5": 2.25}

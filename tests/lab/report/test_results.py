@@ -1,17 +1,20 @@
 """The report on sweeps: its numbers against numbers computed by hand. Nothing is trained here."""
 
 import re
+import shutil
 from dataclasses import replace
 from math import sqrt
 from pathlib import Path
 from typing import Any
 
 import pytest
-from angular_lab.report.runs import read_run
 
 from angular_lab.report.figures import colors, interpolate, prediction, sweep_figures
-from angular_lab.report.report import collect, make_report
+from angular_lab.report.read import collect, read_sweep
+from angular_lab.report.report import make_report
 from angular_lab.report.verdicts import constant_phase_ratio
+from angular_lab.run_folder import RUNS, read_run
+from angular_lab.sweeps.sweep_file import TrialRecord
 from tests.lab.report.made import (
     HORIZONS,
     OURS,
@@ -22,6 +25,7 @@ from tests.lab.report.made import (
     spec_of,
     table,
     visible,
+    write_record,
     write_run,
     write_sweep,
 )
@@ -231,3 +235,37 @@ def test_single_runs_next_to_a_sweep(tmp_path: Path) -> None:
     ends = [(row["optimizer"], row["validation loss"]) for row in rows]
     assert ends == [("muon", "3.1"), ("muown", "3.1")]
     assert "Single runs" in visible(page)
+
+
+def test_a_straight_trial_may_be_another_sweeps_cooldown(tmp_path: Path) -> None:
+    """Then it has the trunk's log up to the branch point, and is not a single run."""
+    root, name = choosing(tmp_path / "small"), "angular-muown-lr0.02-seed0"
+    write_record(root, [TrialRecord(OURS, 0.02, 0, {200: f"{name}-to200"})], name="straight")
+    sweeps, single = collect([root], [])
+    assert single == []
+    small, straight = sorted(sweeps, key=lambda sweep: sweep.key)
+    run = straight.trials[0].ends[200]
+    assert [line.step for line in run.metrics] == list(range(10, 201, 10))
+    trunk = small.of_arm(OURS)[1].trunk
+    assert trunk is not None
+    assert run.metrics[:18] == trunk.metrics  # it has 180 steps
+    assert run.final == (200_000, 2.8)
+    assert small.warnings != []  # of adamw, whose best value is at an edge
+    assert straight.warnings == ["angular_muown: not chosen yet, 0.02 is the best so far"]
+    cooldown = small.of_arm(OURS)[1].ends[200]
+    assert [line.step for line in cooldown.metrics] == [190, 200]
+    make_report([root], tmp_path / "out")
+    rows = table(tmp_path / "out", "straight-runs")
+    assert [row["run"] for row in rows] == [f"{name}-to200"]
+
+
+def test_a_cooldown_whose_trunk_is_gone_keeps_its_own_log(tmp_path: Path) -> None:
+    root, name = choosing(tmp_path / "small"), "angular-muown-lr0.02-seed0"
+    write_record(root, [TrialRecord(OURS, 0.02, 0, {200: f"{name}-to200"})], name="straight")
+    shutil.rmtree(root / RUNS / name)
+    sweep = read_sweep(root / "sweeps" / "straight.json", [])
+    assert sweep is not None
+    assert [line.step for line in sweep.trials[0].ends[200].metrics] == [190, 200]
+    assert f"{root / RUNS / name} is not a run folder: it has no spec.json: left out" in (
+        sweep.warnings
+    )

@@ -16,9 +16,7 @@ def test_every_claim_can_be_checked_on_its_experiment(tmp_path: Path) -> None:
     for name in {claim.experiment for claim in PAPER_CLAIMS}:
         plan = experiment(name, "s")
         ends = {0: dict.fromkeys(HORIZONS[: len(plan.horizons)], 3.0)}
-        methods = {
-            line.label: (line.spec.optim.name, {0.01: ends, 0.02: ends}) for line in plan.lines
-        }
+        methods = {arm.label: (arm.spec.optim.name, {0.01: ends, 0.02: ends}) for arm in plan.arms}
         write_sweep(tmp_path / "runs" / name, methods, experiment=name, scale="paper")
     make_report([tmp_path / "runs"], tmp_path / "out")
     rulings = table(tmp_path / "out", "claims")
