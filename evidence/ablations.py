@@ -123,26 +123,22 @@ def _larger(sweep: SweepResults) -> Facts:
     """How far AngularMuown is below NorMuon, one seed: by the weights and by averages."""
     [horizon] = sweep.horizons
     ours, other = (sweep.at_best(name)[0].ends[horizon] for name in (OURS, "normuon"))
-    windows = {str(x): f"val_loss_averaged_{x}" for x in (0.1, 0.2, 0.4)}
-    ends = {
-        name: [run.values(key)[horizon] for run in (ours, other)]
-        for name, key in {"weights": "val_loss", **windows}.items()
-    }
+    keys = {"weights": "val_loss"} | {str(x): f"val_loss_averaged_{x}" for x in (0.1, 0.2, 0.4)}
+    best = [min(run.values(key)[horizon] for key in keys.values()) for run in (ours, other)]
 
     def lead_at(key: str, first: int, last: int) -> float:
-        means = (
-            fmean(x for step, x in run.values(key).items() if first <= step <= last)
-            for run in (ours, other)
-        )
-        return -next(means) + next(means)
+        """Return the lead in the mean over these steps."""
+        losses = (run.values(key).items() for run in (ours, other))
+        below, above = (fmean(x for step, x in y if first <= step <= last) for y in losses)
+        return above - below
 
     return {
-        "lead": {name: end[1] - end[0] for name, end in ends.items()},
-        "lead_at_best_window": min(x for _, x in ends.values()) - min(x for x, _ in ends.values()),
+        "lead": {name: lead_at(key, horizon, horizon) for name, key in keys.items()},
+        "lead_at_best_window": best[1] - best[0],
         "training_lead": training_loss(other) - training_loss(ours),
         "training_lead_first_pass": lead_at("loss", 1200, 1300),
-        "averaged_lead_32.8M": lead_at(windows["0.1"], 1000, 1000),
-        "averaged_lead_65.5M": lead_at(windows["0.1"], 2000, 2000),
+        "averaged_lead_32.8M": lead_at(keys["0.1"], 1000, 1000),
+        "averaged_lead_65.5M": lead_at(keys["0.1"], 2000, 2000),
         "kappa": ours.series("kappa")[1][-1],
     }
 

@@ -11,7 +11,6 @@ from evidence.measures import (
     LATE,
     BySeed,
     Facts,
-    are_inside,
     grid,
     lead,
     outcome,
@@ -103,7 +102,7 @@ def _claims(teaser: Comparison) -> Facts:
         == "inconclusive",
         "normuon_ahead_in_training_at_45M": one_pass["max"] < 0,
         "behind_at_a_wrong_learning_rate": half > max(muown, normuon) and twice > muon,
-        "best_learning_rates_inside_grids": are_inside(teaser.sweep, teaser.sweep.arms),
+        "best_learning_rates_inside_grids": not any(map(teaser.sweep.at_edge, teaser.best)),
     }
 
 

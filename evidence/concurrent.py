@@ -5,7 +5,6 @@ from evidence.kept import OURS, Kept
 from evidence.measures import (
     LATE,
     Facts,
-    are_inside,
     judged,
     lead,
     outcome,
@@ -48,7 +47,7 @@ def facts(kept: Kept) -> Facts:
         "interval_includes_zero": ahead["low"] < 0 < ahead["high"],
         "hardly_below_after_longer": longer["min"] > 0 and verdict == "inconclusive",
         "hyperball_between_muon_and_adamw": muon < hyperball < adamw,
-        "best_learning_rates_inside_grids": are_inside(sweep, sweep.arms),
+        "best_learning_rates_inside_grids": not any(map(sweep.at_edge, sweep.arms)),
     }
     return {"concurrent": methods | claims | _angles(kept)}
 

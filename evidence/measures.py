@@ -88,8 +88,3 @@ def training_losses(sweep: SweepResults, arm: str, horizon: int) -> BySeed:
 def grid(sweep: SweepResults, arm: str) -> dict[float, float]:
     """Return the losses of the seed that chose, by learning rate in ascending order."""
     return dict(sorted(sweep.first_losses(arm).items()))
-
-
-def are_inside(sweep: SweepResults, arms: Sequence[str]) -> bool:
-    """True if no best learning rate is at an edge of its grid."""
-    return not any(map(sweep.at_edge, arms))

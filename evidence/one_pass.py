@@ -6,7 +6,6 @@ from angular_lab.report.read import SweepResults, TrialResult
 from evidence.kept import Kept, Rows
 from evidence.measures import (
     Facts,
-    are_inside,
     grid,
     judging,
     lead,
@@ -167,7 +166,7 @@ def _whole(sweep: SweepResults) -> Facts:
         "runs": len(sweep.trials),
         "grids": len(sweep.best),
         "all_grids_closed": sweep.best.keys() == {*arms.values()}
-        and are_inside(sweep, [*arms.values()]),
+        and not any(map(sweep.at_edge, sweep.best)),
         "loss": {key: summary(at[key]) for key in ("linear", "normuon_decay")},
         "seed0": seed_0,
         "lead": gap,

@@ -1,10 +1,11 @@
 """Runs that were made twice, and the commits that runs were made from."""
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from angular_lab.report.read import TrialResult
+from angular_lab.report.read import SweepResults
 from angular_lab.run_folder import Run, RunFolder
 from evidence.kept import OURS, RESULTS, Kept, Rows, unpack
 from evidence.measures import COOLDOWN, HALF, LATE, Facts
@@ -22,53 +23,44 @@ def _before_cooldown(run: Run | None) -> dict[int, float]:
     return {step: loss for step, loss in run.values("loss").items() if step < COOLDOWN}
 
 
-def _apart(a: TrialResult, b: TrialResult, horizon: int) -> float:
-    """Return how far the final losses of two trials are apart."""
-    ends = a.final(horizon), b.final(horizon)
-    assert all(ends)
-    return abs(ends[0][1] - ends[1][1])
+def _apart(a: SweepResults, b: SweepResults, arms: Sequence[str], horizon: int) -> float:
+    """Return how far the final losses of two sweeps are apart at most."""
+    finals = ((a.finals(arm, horizon), b.finals(arm, horizon)) for arm in arms)
+    return max(abs(loss - y[seed]) for x, y in finals for seed, loss in x.items())
 
 
 def _averages(kept: Kept) -> Facts:
     """Nine runs of the comparison, made again with averages, which change nothing."""
-    average, teaser = kept.sweeps["average"], kept.sweeps["teaser"]
-    pairs = {
-        (arm, seed): (trial, teaser.at_best(arm)[seed])
-        for arm in average.arms
-        for seed, trial in average.at_best(arm).items()
-    }
+    again, teaser = kept.sweeps["average"], kept.sweeps["teaser"]
     same = {
-        key
-        for key, (a, b) in pairs.items()
-        if _before_cooldown(a.trunk) == _before_cooldown(b.trunk)
+        (arm, seed): _before_cooldown(trial.trunk)
+        == _before_cooldown(teaser.at_best(arm)[seed].trunk)
+        for arm in again.arms
+        for seed, trial in again.at_best(arm).items()
     }
     return {
-        "runs": len(pairs),
-        "same": len(same),
-        "same_are_seed_0_and_adamw_on_seed_1": same
+        "runs": len(same),
+        "same": sum(same.values()),
+        "same_are_seed_0_and_adamw_on_seed_1": {key for key, equal in same.items() if equal}
         == {(OURS, 0), ("normuon", 0), ("adamw", 0), ("adamw", 1)},
-        "gap_45M": max(_apart(*pair, HALF) for pair in pairs.values()),
-        "gap_90M": max(_apart(*pair, LATE) for pair in pairs.values()),
+        "gap_45M": _apart(again, teaser, again.arms, HALF),
+        "gap_90M": _apart(again, teaser, again.arms, LATE),
     }
 
 
 def _once_more(kept: Kept) -> Facts:
     """AngularMuown's runs on seeds 0 to 2, made once more with the concurrent methods."""
-    new, old, averaged = (
-        kept.sweeps[name].at_best(OURS) for name in ("concurrent", "teaser", "average")
-    )
-    logs = {
-        seed: [
-            _before_cooldown(x)
-            for x in (new[seed].ends[LATE], old[seed].trunk, averaged[seed].trunk)
-        ]
-        for seed in new
-    }
-    firsts = [{log[min(log)] for log in of_seed} for of_seed in logs.values()]
+    again, teaser, average = (kept.sweeps[name] for name in ("concurrent", "teaser", "average"))
+    first_losses, same = [], []
+    for seed, trial in again.at_best(OURS).items():
+        earlier = (sweep.at_best(OURS)[seed].trunk for sweep in (teaser, average))
+        new, old, averaged = map(_before_cooldown, (trial.ends[LATE], *earlier))
+        first_losses.append({log[min(log)] for log in (new, old, averaged)})
+        same += [seed] if new == old else []
     return {
-        "one_of_two_first_losses": max(map(len, firsts)) <= 2,
-        "once_more_same_on_seeds_0_and_2": [s for s, (a, b, _) in logs.items() if a == b] == [0, 2],
-        "once_more_gap": max(_apart(new[seed], old[seed], LATE) for seed in new),
+        "one_of_two_first_losses": max(map(len, first_losses)) <= 2,
+        "once_more_same_on_seeds_0_and_2": same == [0, 2],
+        "once_more_gap": _apart(again, teaser, [OURS], LATE),
     }
 
 
