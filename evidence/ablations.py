@@ -3,14 +3,18 @@
 from math import log2
 from statistics import fmean
 
+from angular_lab.report.read import SweepResults
+from angular_lab.report.results import curves
 from evidence.comparison import Comparison
-from evidence.kept import OURS, BySeed, Kept
+from evidence.kept import OURS, Kept
 from evidence.measures import (
     COOLDOWN,
+    EARLY,
+    HALF,
+    LATE,
+    BySeed,
     Facts,
-    best,
-    by_seed,
-    grids,
+    grid,
     judged,
     lead,
     speed_up,
@@ -19,31 +23,28 @@ from evidence.measures import (
     training_loss,
 )
 
-EARLY, HALF, LATE = "22.5M", "45M", "90M"
-
 
 def facts(kept: Kept) -> Facts:
-    teaser = Comparison(kept)
+    teaser, sweeps = Comparison(kept), kept.sweeps
     return {
-        "aux_lr": _aux_lr(kept, teaser),
-        "tuned_adamw": _tuned_adamw(kept, teaser),
-        "radius": _radius(kept, teaser),
-        "split": _split(kept),
-        "width": _width(kept),
+        "aux_lr": _aux_lr(sweeps["aux-lr"], teaser),
+        "tuned_adamw": _tuned_adamw(sweeps["tuned-adamw"], teaser),
+        "radius": _radius(sweeps["radius"], teaser),
+        "split": _split(sweeps["split-qkv"]),
+        "width": _width(sweeps["width"]),
         "noise": _noise(kept, teaser),
-        "larger": _larger(kept, teaser),
-        "angles": _angles(kept),
-        "variants": _variants(kept),
-        "average": _average(kept, teaser),
+        "larger": _larger(sweeps["larger"]),
+        "angles": _angles(sweeps["angles"]),
+        "variants": _variants(sweeps["variants"], sweeps["constrained"]),
+        "average": _average(sweeps["average"]),
     }
 
 
-def _aux_lr(kept: Kept, teaser: Comparison) -> Facts:
+def _aux_lr(sweep: SweepResults, teaser: Comparison) -> Facts:
     """A separate learning rate for embeddings, head and norms."""
-    losses = kept.losses("aux-lr")
-    chosen = {name: best(grid) for name, grid in grids(losses, EARLY).items()}
-    separate = {name: by_seed(losses, name, lr, EARLY) for name, lr in chosen.items()}
-    gain = {name: lead(separate[name], teaser.at(name, EARLY)) for name in chosen}
+    separate = {name: sweep.finals(name, EARLY) for name in sweep.arms}
+    shared = {name: teaser.at(name, "22.5M") for name in sweep.arms}
+    gain = {name: lead(separate[name], shared[name]) for name in sweep.arms}
 
     def order(at: dict[str, BySeed]) -> list[str]:
         return sorted(at, key=lambda name: judged(at[name]))
@@ -52,66 +53,59 @@ def _aux_lr(kept: Kept, teaser: Comparison) -> Facts:
         "separate": {name: summary(x) for name, x in separate.items()},
         "gain": gain,
         "lead_over_adamw": lead(separate[OURS], separate["adamw"]),
-        "gain_over_a_quarter": gain["adamw"]["mean"] > teaser.lead("adamw", EARLY)["mean"] / 4,
+        "gain_over_a_quarter": gain["adamw"]["mean"] > teaser.lead("adamw", "22.5M")["mean"] / 4,
         "only_adamw_gains": {n for n, x in gain.items() if x["mean"] > 0} == {"adamw"},
-        "order_stays": order(separate) == order({n: teaser.at(n, EARLY) for n in chosen}),
+        "order_stays": order(separate) == order(shared),
     }
 
 
-def _tuned_adamw(kept: Kept, teaser: Comparison) -> Facts:
+def _tuned_adamw(sweep: SweepResults, teaser: Comparison) -> Facts:
     """The same for AdamW at 90M tokens, against AngularMuown as it was run again for it."""
-    losses = kept.losses("tuned-adamw")
-    grid = grids(losses, LATE)["adamw"]
-    tuned = by_seed(losses, "adamw", best(grid), LATE)
-    ours = by_seed(losses, OURS, teaser.best[OURS], LATE)
+    tuned, by_value = sweep.finals("adamw", LATE), grid(sweep, "adamw")
     return {
         "loss": summary(tuned),
-        "gain": lead(tuned, teaser.at("adamw", LATE)),
-        "lead": lead(ours, tuned),
-        "speed_up": speed_up(teaser.curves[OURS], tuned),
-        "four_times_behind": grid[0.008] - grid[0.016],
-        "eight_times_is_best": best(grid) == 8 * teaser.best["adamw"],
+        "gain": lead(tuned, teaser.at("adamw", "90M")),
+        "lead": lead(sweep.finals(OURS, LATE), tuned),
+        "speed_up": speed_up(teaser.curves, tuned),
+        "four_times_behind": by_value[0.008] - by_value[0.016],
+        "eight_times_is_best": sweep.best["adamw"].lr == 8 * teaser.best["adamw"],
     }
 
 
-def _radius(kept: Kept, teaser: Comparison) -> Facts:
-    """A separate learning rate for the row lengths."""
-    losses = kept.losses("radius")
-    quarter = by_seed(losses, "muown", 0.004, EARLY)
+def _radius(sweep: SweepResults, teaser: Comparison) -> Facts:
+    """A separate learning rate for the row lengths: the best are 0.004 and 0.016."""
+    quarter, ours = (sweep.finals(name, EARLY) for name in ("muown", OURS))
     return {
         "muown_quarter": summary(quarter),
-        "muown_gain": judged(teaser.at("muown", EARLY)) - judged(quarter),
-        "ours_0.016": summary(by_seed(losses, OURS, 0.016, EARLY)),
+        "muown_gain": judged(teaser.at("muown", "22.5M")) - judged(quarter),
+        "ours_0.016": summary(ours),
     }
 
 
-def _split(kept: Kept) -> Facts:
+def _split(sweep: SweepResults) -> Facts:
     """How far the runs with split q, k, v and gate, up are below those with fused ones."""
-    losses = kept.losses("split-qkv")
-    values = {name: value for name, value, _ in losses}
-    at = {name: by_seed(losses, name, value, EARLY) for name, value in values.items()}
-    methods = {name.partition(",")[0] for name in at}
-    return {name: lead(at[f"{name}, split"], at[f"{name}, fused"]) for name in methods}
+    pairs = {split.partition(",")[0]: (split, fused) for split, fused in sweep.pairs}
+    return {name: lead(*(sweep.finals(arm, EARLY) for arm in pair)) for name, pair in pairs.items()}
 
 
-def _width(kept: Kept) -> Facts:
-    found = grids(kept.losses("width"), EARLY)
-    at = {name.removeprefix("d = "): grid for name, grid in found.items()}
-    vertices = {width: _vertex(grid) for width, grid in at.items()}
+def _width(sweep: SweepResults) -> Facts:
+    at = {name.removeprefix("d = "): grid(sweep, name) for name in sweep.arms}
+    vertices = {width: _vertex(losses) for width, losses in at.items()}
+    best = {sweep.best[name].lr for name in sweep.arms}
     return {
         "loss_384": at["384"][2**-6],
         "vertex": vertices,
         "fall": 1 - vertices["640"] / vertices["256"],
-        "same_best_of_four": all(best(g) == 2**-6 and len(g) == 4 for g in at.values()),
+        "same_best_of_four": best == {2**-6} and {*map(len, at.values())} == {4},
     }
 
 
-def _vertex(grid: dict[float, float]) -> float:
+def _vertex(losses: dict[float, float]) -> float:
     """Return the vertex of the parabola through the best learning rate and its neighbours, over
     the learning rate's logarithm."""
-    rates = sorted(grid)
-    middle = rates.index(best(grid))
-    low, lowest, high = (grid[rates[middle + i]] for i in (-1, 0, 1))
+    rates = list(losses)
+    middle = rates.index(min(losses, key=losses.__getitem__))
+    low, lowest, high = (losses[rates[middle + i]] for i in (-1, 0, 1))
     shift = (low - high) / (2 * (low - 2 * lowest + high))
     return float(2 ** (log2(rates[middle]) + shift))
 
@@ -119,66 +113,66 @@ def _vertex(grid: dict[float, float]) -> float:
 def _noise(kept: Kept, teaser: Comparison) -> Facts:
     """How far a fifth less of a learning rate moves AngularMuown on seed 0: of all, the row
     lengths', or the embeddings'."""
-    usual = teaser.at(OURS, EARLY)[0]
-    moved = [
-        kept.losses("width")["d = 384", 2**-6, 0][EARLY] - usual,
-        kept.losses("radius")[OURS, 0.016, 0][EARLY] - usual,
-        kept.losses("aux-lr")[OURS, 0.016, 0][EARLY] - usual,
-    ]
+    values = {("width", "d = 384"): 2**-6, ("radius", OURS): 0.016, ("aux-lr", OURS): 0.016}
+    usual = teaser.at(OURS, "22.5M")[0]
+    moved = [grid(kept.sweeps[s], arm)[value] - usual for (s, arm), value in values.items()]
     return {"largest": max(map(abs, moved)), "either_direction": min(moved) < 0 < max(moved)}
 
 
-def _larger(kept: Kept, teaser: Comparison) -> Facts:
+def _larger(sweep: SweepResults) -> Facts:
     """How far AngularMuown is below NorMuon, one seed: by the weights and by averages."""
-    ours, other = (kept.log("larger", (n, teaser.best[n], 0)) for n in (OURS, "normuon"))
-    windows = {x: f"val_loss_averaged_{x}" for x in ("0.1", "0.2", "0.4")}
-    keys = {"weights": "val_loss", **windows}
-    ends = [[log[-1][key] for key in keys.values()] for log in (ours, other)]
+    [horizon] = sweep.horizons
+    ours, other = (sweep.at_best(name)[0].ends[horizon] for name in (OURS, "normuon"))
+    keys = {"weights": "val_loss"} | {str(x): f"val_loss_averaged_{x}" for x in (0.1, 0.2, 0.4)}
+    best = [min(run.values(key)[horizon] for key in keys.values()) for run in (ours, other)]
 
-    def lead_at(key: str, steps: range) -> float:
-        means = [fmean(x[key] for x in log if x["step"] in steps) for log in (ours, other)]
-        return means[1] - means[0]
+    def lead_at(key: str, first: int, last: int) -> float:
+        """Return the lead in the mean over these steps."""
+        losses = (run.values(key).items() for run in (ours, other))
+        below, above = (fmean(x for step, x in y if first <= step <= last) for y in losses)
+        return above - below
 
     return {
-        "lead": {name: other[-1][key] - ours[-1][key] for name, key in keys.items()},
-        "lead_at_best_window": min(ends[1]) - min(ends[0]),
+        "lead": {name: lead_at(key, horizon, horizon) for name, key in keys.items()},
+        "lead_at_best_window": best[1] - best[0],
         "training_lead": training_loss(other) - training_loss(ours),
-        "training_lead_first_pass": lead_at("loss", range(1200, 1301)),
-        "averaged_lead_32.8M": lead_at(windows["0.1"], range(1000, 1001)),
-        "averaged_lead_65.5M": lead_at(windows["0.1"], range(2000, 2001)),
-        "kappa": [line["kappa"] for line in ours if "kappa" in line][-1],
+        "training_lead_first_pass": lead_at("loss", 1200, 1300),
+        "averaged_lead_32.8M": lead_at(keys["0.1"], 1000, 1000),
+        "averaged_lead_65.5M": lead_at(keys["0.1"], 2000, 2000),
+        "kappa": ours.series("kappa")[1][-1],
     }
 
 
-def _angles(kept: Kept) -> Facts:
-    at = {name: x[EARLY] for (name, _, _), x in kept.losses("angles").items()}
+def _angles(sweep: SweepResults) -> Facts:
+    at = {name: sweep.finals(name, EARLY)[0] for name in sweep.arms}
     return {
         "flat_kappa_cost": at["angular_muown, kappa = 1"] - at[OURS],
         "muon_decay_cost": at["muon, decay 0.1"] - at["muon, no decay"],
     }
 
 
-def _variants(kept: Kept) -> Facts:
+def _variants(sweep: SweepResults, constrained_sweep: SweepResults) -> Facts:
     """Changes of the method on seed 0, by the weights and by the average over 549 steps."""
-    trials = kept.losses("leads")
-    ends = {trial[0]: kept.log("leads", trial)[-1] for trial in trials}
-    loss = {name: end["val_loss"] for name, end in ends.items()}
-    gain = {name: loss[name] - end["val_loss_averaged_549"] for name, end in ends.items()}
-    above = {name: x - loss["as published"] for name, x in loss.items() if name != "as published"}
+    published, slow = "as published", "kappa half as fast"
+    averaged = sweep.evaluated_by(549)
+    loss = {name: sweep.finals(name, LATE)[0] for name in sweep.arms}
+    gain = {name: loss[name] - averaged.finals(name, LATE)[0] for name in loss}
+    above = {name: x - loss[published] for name, x in loss.items() if name != published}
     pairs = [name for name in above if ", " in name]
-    constrained = {name: x[EARLY] for (name, _, _), x in kept.losses("constrained").items()}
-    slow = "kappa half as fast"
+    constrained, short = (
+        constrained_sweep.finals(name, EARLY)[0] for name in ("constrained polar factor", published)
+    )
     return {
         "loss": {_slug(name): x for name, x in loss.items()},
         "above": {_slug(name): x for name, x in above.items()},
         "above_but_column_gains": spread(x for n, x in above.items() if n != "column gains"),
         "average_gain": spread(x for name, x in gain.items() if name != slow),
         "average_gain_slow_kappa": gain[slow],
-        "single_changes": len(above) - len(pairs) + len(constrained) - 1,
+        "single_changes": len(above) - len(pairs) + 1,  # with the constrained polar factor
         "pairs": len(pairs),
-        "constrained": constrained["constrained polar factor"],
-        "constrained_above": constrained["constrained polar factor"] - constrained["as published"],
-        "constrained_published": constrained["as published"],
+        "constrained": constrained,
+        "constrained_above": constrained - short,
+        "constrained_published": short,
     }
 
 
@@ -186,31 +180,27 @@ def _slug(name: str) -> str:
     return name.replace(",", "").replace(" ", "_")
 
 
-def _average(kept: Kept, teaser: Comparison) -> Facts:
+def _average(sweep: SweepResults) -> Facts:
     """Averages of the last weights over a share of the steps."""
-
-    def at(name: str, window: str, step: int) -> BySeed:
-        """Return the losses of an average, or of the weights if the window is empty."""
-        key = f"val_loss_averaged_{window}" if window else "val_loss"
-        end = "trunk" if step == COOLDOWN else step
-        logs = {s: kept.log("average", (name, teaser.best[name], s), end) for s in (0, 1, 2)}
-        return {s: next(x[key] for x in log if x["step"] == step) for s, log in logs.items()}
-
     methods = (OURS, "normuon", "adamw")
-    weights, averages = ({n: at(n, window, 5493) for n in methods} for window in ("", "0.1"))
-    early = {w: [at(n, w, 2747) for n in (OURS, "normuon")] for w in ("0.1", "0.2")}
-    ours, tenth, fifth, two_fifths = (at(OURS, w, 5493) for w in ("", "0.1", "0.2", "0.4"))
-    curves = {s: {HALF: early["0.1"][0][s], LATE: tenth[s]} for s in tenth}
-    gain = {n: {s: weights[n][s] - averages[n][s] for s in tenth} for n in methods}
+    tenth, fifth, two_fifths = (sweep.evaluated_by(window) for window in (0.1, 0.2, 0.4))
+    weights, averages = ({n: x.finals(n, LATE) for n in methods} for x in (sweep, tenth))
+    early = {
+        window: lead(*(x.finals(name, HALF) for name in (OURS, "normuon")))
+        for window, x in {"0.1": tenth, "0.2": fifth}.items()
+    }
+    gain = {n: {s: x - averages[n][s] for s, x in weights[n].items()} for n in methods}
+    trunks = [trial.trunk for trial in sweep.at_best(OURS).values() if trial.trunk]
+    worse = two_fifths.finals(OURS, LATE)
     return {
         "gain": {n: summary(x) | {"all_seeds": fmean(x.values())} for n, x in gain.items()},
         "goal_reached": min(gain[OURS].values()) >= 0.01,
-        "loss": summary(tenth),
-        "lead": {n: lead(tenth, averages[n]) for n in methods[1:]},
-        "lead_45M": {window: lead(*pair) for window, pair in early.items()},
-        "speed_up": {n: speed_up(curves, averages[n]) for n in methods[1:]},
-        "fifth_behind": fmean(fifth.values()) - fmean(tenth.values()),
-        "two_fifths_worse_than_none": all(two_fifths[s] > ours[s] for s in ours),
-        "without_cooldown": fmean(at(OURS, "0.1", COOLDOWN).values()),
-        "weights": fmean(ours.values()),
+        "loss": summary(averages[OURS]),
+        "lead": {n: lead(averages[OURS], averages[n]) for n in methods[1:]},
+        "lead_45M": early,
+        "speed_up": {n: speed_up(curves(tenth, OURS), averages[n]) for n in methods[1:]},
+        "fifth_behind": fmean(fifth.finals(OURS, LATE).values()) - fmean(averages[OURS].values()),
+        "two_fifths_worse_than_none": all(worse[s] > x for s, x in weights[OURS].items()),
+        "without_cooldown": fmean(x.values("val_loss_averaged_0.1")[COOLDOWN] for x in trunks),
+        "weights": fmean(weights[OURS].values()),
     }

@@ -3,47 +3,45 @@
 from math import sqrt
 from statistics import fmean
 
-from evidence.kept import LONGER, OURS, BySeed, Kept
+from angular_lab.report.results import curves
+from evidence.kept import OURS, Kept
 from evidence.measures import (
+    EARLY,
+    HALF,
+    LATE,
+    BySeed,
     Facts,
-    best,
-    by_seed,
-    grids,
-    is_inside,
+    grid,
     lead,
     outcome,
     speed_up,
     spread,
     summary,
-    training_loss,
+    training_losses,
 )
 
 OTHERS = ("normuon", "muown", "muon", "adamw")
-HORIZONS = ("22.5M", "45M", "67.5M", "90M", LONGER)
+LONGER = "longer"  # 90M tokens after a cooldown of 20%
+HORIZONS = {"22.5M": EARLY, "45M": HALF, "90M": LATE}
 
 
 class Comparison:
     """The sweep `teaser`, each method at its best learning rate."""
 
     def __init__(self, kept: Kept) -> None:
-        self.kept, self.losses = kept, kept.losses("teaser")
-        self.grids = grids(self.losses, "90M")
-        self.best = {name: best(grid) for name, grid in self.grids.items()}
-        self.curves = {
-            name: {seed: self.losses[name, lr, seed] for seed in (0, 1, 2)}
-            for name, lr in self.best.items()
-        }
+        self.sweep = kept.sweeps["teaser"]
+        [self.longer] = self.sweep.variant_views()
+        self.best = {name: best.lr for name, best in self.sweep.best.items()}
+        self.grids = {name: grid(self.sweep, name) for name in self.best}
+        self.curves = curves(self.sweep, OURS)
 
     def at(self, method: str, horizon: str) -> BySeed:
-        return by_seed(self.losses, method, self.best[method], horizon)
+        if horizon == LONGER:
+            return self.longer.finals(method, LATE)
+        return self.sweep.finals(method, HORIZONS[horizon])
 
     def lead(self, method: str, horizon: str) -> Facts:
         return lead(self.at(OURS, horizon), self.at(method, horizon))
-
-    def trained(self, method: str, end: int | str = "") -> BySeed:
-        """Return the training losses at the end, by seed."""
-        logs = {s: self.kept.log("teaser", (method, self.best[method], s), end) for s in (0, 1, 2)}
-        return {seed: training_loss(metrics) for seed, metrics in logs.items()}
 
 
 def facts(kept: Kept) -> Facts:
@@ -52,16 +50,16 @@ def facts(kept: Kept) -> Facts:
     gains = (m["loss"]["90M"]["mean"] - m["loss"][LONGER]["mean"] for m in methods.values())
     return {
         "teaser": methods | {"longer_cooldown_gain": spread(gains)} | _claims(teaser),
-        "closest": _closest(kept, teaser),
-        "plateau": _plateau(kept, teaser),
+        "closest": _closest(kept),
+        "plateau": _plateau(teaser),
     }
 
 
 def _method(teaser: Comparison, name: str) -> Facts:
     grid, lr = teaser.grids[name], teaser.best[name]
-    half, twice = (teaser.grids[OURS][factor * teaser.best[OURS]] for factor in (0.5, 2))
-    found: Facts = {
-        "loss": {horizon: summary(teaser.at(name, horizon)) for horizon in HORIZONS},
+    half, twice = _ours_at_a_wrong_learning_rate(teaser)
+    facts: Facts = {
+        "loss": {horizon: summary(teaser.at(name, horizon)) for horizon in (*HORIZONS, LONGER)},
         "half_lr_cost": grid[lr / 2] - grid[lr],
         "twice_lr_cost": grid[lr * 2] - grid[lr],
         "learning_rates": len(grid),
@@ -69,59 +67,64 @@ def _method(teaser: Comparison, name: str) -> Facts:
         "below_ours_at_twice_lr": sum(loss < twice for loss in grid.values()),
     }
     if name != OURS:
-        found["lead"] = {horizon: teaser.lead(name, horizon) for horizon in HORIZONS}
-        found["speed_up"] = speed_up(teaser.curves[OURS], teaser.at(name, "90M"))
-        found["training_lead"] = lead(teaser.trained(OURS), teaser.trained(name))
-    return found
+        trained = (training_losses(teaser.sweep, method, LATE) for method in (OURS, name))
+        facts["lead"] = {horizon: teaser.lead(name, horizon) for horizon in (*HORIZONS, LONGER)}
+        facts["speed_up"] = speed_up(teaser.curves, teaser.at(name, "90M"))
+        facts["training_lead"] = lead(*trained)
+    return facts
+
+
+def _ours_at_a_wrong_learning_rate(teaser: Comparison) -> tuple[float, float]:
+    """Return AngularMuown's loss at half and at twice its best learning rate, on seed 0."""
+    grid, lr = teaser.grids[OURS], teaser.best[OURS]
+    return grid[lr / 2], grid[lr * 2]
 
 
 def _claims(teaser: Comparison) -> Facts:
     """Statements of the documents that are true or false."""
     last = {name: teaser.lead(name, "90M") for name in OTHERS}
-    longer = [teaser.lead(name, LONGER) for name in OTHERS]
     early = [teaser.lead(name, "22.5M") for name in ("muown", "normuon")]
-    one_pass = lead(teaser.trained(OURS, 2747), teaser.trained("normuon", 2747))
-    at_45m = outcome(teaser.at(OURS, "45M"), teaser.at("muown", "45M"))
-    adamw = speed_up(teaser.curves[OURS], teaser.at("adamw", "90M"))
-    half, twice = (teaser.grids[OURS][factor * teaser.best[OURS]] for factor in (0.5, 2))
+    one_pass = lead(*(training_losses(teaser.sweep, name, HALF) for name in (OURS, "normuon")))
+    half, twice = _ours_at_a_wrong_learning_rate(teaser)
     muown, normuon, muon = (min(teaser.grids[n].values()) for n in ("muown", "normuon", "muon"))
-    above_zero = {name for name, x in last.items() if x["low"] > 0}
     return {
         "lowest_on_every_seed": all(x["min"] > 0 for x in last.values()),
-        "lowest_after_longer_cooldown": all(x["min"] > 0 for x in longer),
+        "lowest_after_longer_cooldown": all(teaser.lead(n, LONGER)["min"] > 0 for n in OTHERS),
         "goal_reached": min(last["muown"]["min"], last["normuon"]["min"]) >= 0.005,
-        "adamw_in_half_the_tokens_missed": adamw["max"] < 2,
-        "intervals_exclude_zero_for_normuon_and_adamw_only": above_zero == {"normuon", "adamw"},
+        "adamw_in_half_the_tokens_missed": speed_up(teaser.curves, teaser.at("adamw", "90M"))["max"]
+        < 2,
+        "intervals_exclude_zero_for_normuon_and_adamw_only": {
+            name for name, x in last.items() if x["low"] > 0
+        }
+        == {"normuon", "adamw"},
         "behind_at_22.5M_on_both_seeds": all(max(x["seed1"], x["seed2"]) < 0 for x in early),
-        "level_with_muown_at_45M": at_45m == "inconclusive",
+        "level_with_muown_at_45M": outcome(teaser.at(OURS, "45M"), teaser.at("muown", "45M"))
+        == "inconclusive",
         "normuon_ahead_in_training_at_45M": one_pass["max"] < 0,
         "behind_at_a_wrong_learning_rate": half > max(muown, normuon) and twice > muon,
-        "best_learning_rates_inside_grids": all(map(is_inside, teaser.grids.values())),
+        "best_learning_rates_inside_grids": not any(map(teaser.sweep.at_edge, teaser.best)),
     }
 
 
-def _closest(kept: Kept, teaser: Comparison) -> Facts:
+def _closest(kept: Kept) -> Facts:
     """AngularMuown and NorMuon on seeds 1 to 4, none of which chose a learning rate."""
-    losses = kept.losses("closest")
-    at = {name: by_seed(losses, name, teaser.best[name], "90M") for name in (OURS, "normuon")}
-    training = (
-        {s: training_loss(kept.log("closest", (name, teaser.best[name], s))) for s in x}
-        for name, x in at.items()
-    )
+    sweep = kept.sweeps["closest"]
+    at = {name: sweep.finals(name, LATE) for name in (OURS, "normuon")}
     return {
-        "lead": lead(at[OURS], at["normuon"]),
-        "training_lead": lead(*training),
+        "lead": lead(*at.values()),
+        "training_lead": lead(*(training_losses(sweep, name, LATE) for name in at)),
         "loss": {name: fmean(x.values()) for name, x in at.items()},
     }
 
 
-def _plateau(kept: Kept, teaser: Comparison) -> Facts:
-    """The angle of Muon's steps on seed 0, over millions of tokens."""
+def _plateau(teaser: Comparison) -> Facts:
+    """The angle of Muon's steps on seed 0."""
     lr, decay, momentum = teaser.best["muon"], 0.1, 0.95
-    log = kept.log("teaser", ("muon", lr, 0), "trunk")
-    angles = {x["tokens"] / 1e6: x["angle_mean"] for x in log if "angle_mean" in x}
-    late = [angle for tokens, angle in angles.items() if tokens > 30]
-    early = [angle for tokens, angle in angles.items() if tokens < 20]
+    trunk = teaser.sweep.at_best("muon")[0].trunk
+    assert trunk is not None
+    points = list(zip(*trunk.series("angle_mean"), strict=True))
+    late = [angle for tokens, angle in points if tokens > 30e6]
+    early = [angle for tokens, angle in points if tokens < 20e6]
     formula = sqrt(2 * lr * decay)
     return {
         "angle": late[-1],

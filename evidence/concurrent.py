@@ -1,22 +1,18 @@
 """The concurrent methods: Hyperball and MagnitudeDirection, against AngularMuown run with them."""
 
-from evidence.comparison import Comparison
-from evidence.kept import LONGER, OURS, BySeed, Kept, Trial
+from evidence.comparison import LONGER, Comparison
+from evidence.kept import OURS, Kept
 from evidence.measures import (
+    LATE,
     Facts,
-    best,
-    by_seed,
-    grids,
-    is_inside,
     judged,
     lead,
     outcome,
     speed_up,
     summary,
-    training_loss,
+    training_losses,
 )
 
-SWEEP = "rivals"
 METHODS = {
     "ours": OURS,
     "hyperball": "hyperball",
@@ -25,56 +21,47 @@ METHODS = {
 
 
 def facts(kept: Kept) -> Facts:
-    teaser, losses = Comparison(kept), kept.losses(SWEEP)
-    found = grids(losses, "90M")
-    chosen = {key: (name, best(found[name])) for key, name in METHODS.items()}
-    at = {key: by_seed(losses, *trial, "90M") for key, trial in chosen.items()}
-    trained: dict[str, BySeed] = {
-        key: {seed: training_loss(kept.log(SWEEP, (*trial, seed))) for seed in (0, 1, 2)}
-        for key, trial in chosen.items()
-    }
+    teaser, sweep = Comparison(kept), kept.sweeps["concurrent"]
+    at = {key: sweep.finals(name, LATE) for key, name in METHODS.items()}
+    trained = {key: training_losses(sweep, name, LATE) for key, name in METHODS.items()}
     methods = {
         key: {
             "loss": summary(at[key]),
             "lead": lead(at["ours"], at[key]),
             "training_lead": lead(trained["ours"], trained[key]),
-            "speed_up": speed_up(teaser.curves[OURS], at[key]),
+            "speed_up": speed_up(teaser.curves, at[key]),
         }
         for key in METHODS
     }
-    angles = {key: _angles(kept, (*trial, 0)) for key, trial in chosen.items()}
     theirs = "magnitude_direction"
     longer, ahead = lead(teaser.at(OURS, LONGER), at[theirs]), methods[theirs]["lead"]
     verdict = outcome(teaser.at(OURS, LONGER), at[theirs])
+    longer_training = training_losses(teaser.longer, OURS, LATE)
     muon, hyperball, adamw = map(
         judged, (teaser.at("muon", "90M"), at["hyperball"], teaser.at("adamw", "90M"))
     )
     claims = {
         "after_longer": longer,
-        "after_longer_training": lead(teaser.trained(OURS, LONGER), trained[theirs]),
+        "after_longer_training": lead(longer_training, trained[theirs]),
         "ahead_on_every_seed": ahead["max"] < 0,
         "interval_includes_zero": ahead["low"] < 0 < ahead["high"],
         "hardly_below_after_longer": longer["min"] > 0 and verdict == "inconclusive",
         "hyperball_between_muon_and_adamw": muon < hyperball < adamw,
-        "best_learning_rates_inside_grids": all(
-            is_inside(found[METHODS[key]]) for key in ("hyperball", theirs)
-        ),
+        "best_learning_rates_inside_grids": not any(map(sweep.at_edge, sweep.arms)),
     }
-    return {"concurrent": methods | claims | _angle_facts(angles)}
+    return {"concurrent": methods | claims | _angles(kept)}
 
 
-def _angles(kept: Kept, trial: Trial) -> dict[float, float]:
-    """Return the mean angle of a step by millions of tokens."""
-    log = kept.log(SWEEP, trial)
-    return {x["tokens"] / 1e6: x["angle_mean"] for x in log if "angle_mean" in x}
-
-
-def _angle_facts(angles: dict[str, dict[float, float]]) -> Facts:
-    ours, other = angles["ours"], angles["magnitude_direction"]
-    ratios = {tokens: ours[tokens] / other[tokens] for tokens in ours}
+def _angles(kept: Kept) -> Facts:
+    """The mean angle of a step on seed 0, by millions of tokens."""
+    ours, hyperball, theirs = (
+        {tokens / 1e6: angle for tokens, angle in zip(*run.series("angle_mean"), strict=True)}
+        for run in (kept.sweeps["concurrent"].at_best(n)[0].ends[LATE] for n in METHODS.values())
+    )
+    ratios = {tokens: ours[tokens] / theirs[tokens] for tokens in ours}
     middle = [ratio for tokens, ratio in ratios.items() if 20 <= tokens <= 50]
     *_, before_cooldown = (tokens for tokens in ratios if tokens <= 81)
-    flat = [angle for tokens, angle in angles["hyperball"].items() if 2 <= tokens <= 80]
+    flat = [angle for tokens, angle in hyperball.items() if 2 <= tokens <= 80]
     return {
         "angles_apart": max(middle) - 1,
         "its_angle_falls_faster": min(middle) > 1 and ratios[before_cooldown] > 2.5,

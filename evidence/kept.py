@@ -1,9 +1,5 @@
-"""The kept runs: the report on them, its tables, and the logs behind these.
+"""The kept runs: unpacked, reported on, and read."""
 
-The names of the report's tables and columns, and where a run's folder is, are known here alone.
-"""
-
-import csv
 import json
 import re
 import tarfile
@@ -11,21 +7,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from angular_lab.report.read import SweepResults, collect
 from angular_lab.report.report import make_report
+from angular_lab.run_folder import RUNS, RunInfo
 from angular_lab.theory.page import make_page
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
-
-# Columns of the table of every run: the method is the first one.
-VALUES = ("aux_lr", "radius_lr", "lr")  # what a sweep varies is the first that is not empty
-HORIZON = re.compile(r"([\d.]+M) tokens(, longer .*)?")
-LONGER = "longer"  # here the name of the last horizon after the longer cooldown
+ARCHIVES = sorted((RESULTS / "s").glob("*.tar.xz"))
 OURS = "angular_muown"
 
-Trial = tuple[str, float, int]  # method, value and seed
-Losses = dict[Trial, dict[str, float]]  # by horizon
-BySeed = dict[int, float]
 Rows = list[list[str]]  # a table's cells as they are shown, the header first
 
 
@@ -41,19 +32,33 @@ def unpack(archive: Path, folder: Path) -> None:
 
 
 class Kept:
-    """The kept runs, unpacked into a folder, and the reports on them."""
+    """The store of the kept runs, and the reports on it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.runs = folder, folder / "kept" / RUNS
 
     @classmethod
     def unpacked(cls, folder: Path) -> "Kept":
-        """Unpack the archives into `folder` and report on them there."""
-        for archive in sorted((RESULTS / "s").glob("*.tar.xz")):
-            unpack(archive, folder / "runs")
-        make_report([folder / "runs"], folder)
+        """Unpack the archives into one store in `folder` and report on it there."""
+        for archive in ARCHIVES:
+            unpack(archive, folder / "kept")
+        make_report([folder / "kept"], folder)
         make_page(RESULTS / "theory", folder / "theory")
         return cls(folder)
+
+    @cached_property
+    def sweeps(self) -> dict[str, SweepResults]:
+        """All sweeps by experiment."""
+        warnings: list[str] = []
+        sweeps, _ = collect([self.runs.parent], warnings)
+        if warnings:
+            raise ValueError(f"the kept runs cannot be read: {'; '.join(warnings)}")
+        return {sweep.experiment: sweep for sweep in sweeps}
+
+    @cached_property
+    def infos(self) -> dict[str, RunInfo]:
+        """The spec.json of every run, by the name of its folder."""
+        return {path.name: RunInfo.read(path) for path in sorted(self.runs.iterdir())}
 
     @cached_property
     def tables(self) -> dict[str, Rows]:
@@ -63,46 +68,9 @@ class Kept:
         files |= {f"theory/{path.stem}": path for path in theory}
         return {name: markdown_rows(path.read_text()) for name, path in files.items()}
 
-    def losses(self, sweep: str) -> Losses:
-        """Return every trial's validation loss by horizon: "22.5M", ..., "longer"."""
-        path = self.folder / "tables" / f"{sweep}-s-runs.csv"
-        losses: Losses = {}
-        for row in csv.DictReader(path.read_text().splitlines()):
-            method = next(iter(row.values()))
-            value = next(float(row[name]) for name in VALUES if row.get(name))
-            losses[method, value, int(row["seed"])] = {
-                LONGER if found[2] else found[1]: float(cell)
-                for column, cell in row.items()
-                if (found := HORIZON.fullmatch(column)) and cell
-            }
-        return losses
-
-    def log(self, sweep: str, trial: Trial, end: int | str = "") -> list[dict[str, Any]]:
-        """Return what a trial logged: to its last horizon, to another one in steps, to the last
-        after the longer cooldown ("longer"), or without any cooldown ("trunk")."""
-        root = self.folder / "runs" / f"{sweep}-s"
-        entries = json.loads((root / "sweep.json").read_text())["entries"]
-        [entry] = [e for e in entries if (e["label"], e["value"], e["seed"]) == trial]
-        folders = entry["folders"]
-        name = folders[str(end)] if isinstance(end, int) else list(folders.values())[-1]
-        if end == LONGER:
-            name = entry["longer"]
-        elif end == "trunk":
-            name = re.sub(r"-to\d+$", "", name)
-        return read_log(root / name / "metrics.jsonl")
-
-    def specs(self) -> list[dict[str, Any]]:
-        """Return the spec.json of every run."""
-        paths = sorted((self.folder / "runs").rglob("spec.json"))
-        return [json.loads(path.read_text()) for path in paths]
-
 
 def markdown_rows(text: str) -> Rows:
     lines = [line for line in text.splitlines() if line.startswith("|")]
     cells = [re.split(r"(?<!\\)\|", line)[1:-1] for line in lines]
     head, _, *rows = [[cell.strip() for cell in line] for line in cells]
     return [head, *rows]
-
-
-def read_log(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]

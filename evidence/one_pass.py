@@ -1,9 +1,21 @@
-"""A corpus read once: every method under three schedules, one seed."""
+"""A corpus read once: every method under three schedules, and four of them over all of it."""
 
+from math import inf
+
+from angular_lab.report.read import SweepResults, TrialResult
 from evidence.kept import Kept, Rows
-from evidence.measures import Facts, best, grids, is_inside, training_loss
+from evidence.measures import (
+    Facts,
+    grid,
+    judging,
+    lead,
+    outcome,
+    spread,
+    summary,
+    training_losses,
+)
 
-SCHEDULES = {"20%": "cool-down 20%", "50%": "cool-down 50%", "linear": "linear to zero"}
+SCHEDULES = {"20%": "cooldown 20%", "50%": "cooldown 50%", "linear": "linear to zero"}
 METHODS = {
     "ours": "angular_muown",
     "normuon": "normuon",
@@ -15,69 +27,78 @@ METHODS = {
     "muon": "muon",
     "hyperball": "hyperball",
 }
+UNFINISHED = "hyperball", "20%"  # one run, which chooses nothing
 Cells = dict[str, dict[str, float]]  # by method and schedule
 
 
+def _arm(method: str, schedule: str) -> str:
+    return f"{METHODS[method]}, {SCHEDULES[schedule]}"
+
+
 class OnePass:
-    """The sweep `one-pass`: grids, and the loss at the best learning rate of each."""
+    """The sweep `one-pass`: the losses at the best learning rate of each grid, on seed 0."""
 
     def __init__(self, kept: Kept) -> None:
-        found = grids(kept.losses("one-pass"), "53.2M")
-        self.planned = len(found)
-        self.grids = {
-            (m, s): found[f"{method}, {schedule}"]
-            for m, method in METHODS.items()
-            for s, schedule in SCHEDULES.items()
-        }
-        [self.unfinished] = self.grids.pop(("hyperball", "20%")).values()  # chooses nothing
+        self.sweep = kept.sweeps["one-pass"]
+        [horizon] = self.sweep.horizons
+        self.arms = {(m, s): _arm(m, s) for m in METHODS for s in SCHEDULES if (m, s) != UNFINISHED}
         self.loss: Cells = {m: {} for m in METHODS}
         self.training: Cells = {m: {} for m in METHODS}
-        for (m, s), grid in self.grids.items():
-            trial = f"{METHODS[m]}, {SCHEDULES[s]}", best(grid), 0
-            self.loss[m][s] = min(grid.values())
-            self.training[m][s] = training_loss(kept.log("one-pass", trial))
+        for (m, s), arm in self.arms.items():
+            self.loss[m][s] = self.sweep.finals(arm, horizon)[0]
+            self.training[m][s] = training_losses(self.sweep, arm, horizon)[0]
 
     def table(self, title: str) -> Rows:
         """Return the validation losses with their learning rates, or the training losses; the
         best schedule of a method in bold, † for a learning rate at the edge of its grid."""
 
         def cell(m: str, s: str) -> str:
-            if s not in self.loss[m]:
+            if (m, s) not in self.arms:
                 return "-"
-            grid = self.grids[m, s]
-            edge = "" if is_inside(grid) else " †"
-            shown = f"{self.loss[m][s]:.4f} at {best(grid):.4g}{edge}"
-            shown = f"{self.training[m][s]:.4f}" if title == "training" else shown
-            return f"**{shown}**" if self.loss[m][s] == min(self.loss[m].values()) else shown
+            arm = self.arms[m, s]
+            edge = " †" if self.sweep.at_edge(arm) else ""
+            text = f"{self.loss[m][s]:.4f} at {self.sweep.best[arm].lr:.4g}{edge}"
+            text = f"{self.training[m][s]:.4f}" if title == "training" else text
+            return f"**{text}**" if self.loss[m][s] == min(self.loss[m].values()) else text
 
         rows = ([method, *(cell(m, s) for s in SCHEDULES)] for m, method in METHODS.items())
         return [[title, *SCHEDULES.values()], *rows]
 
 
 def facts(kept: Kept) -> Facts:
-    one_pass = OnePass(kept)
-    loss = one_pass.loss
-    least = {m: min(found.values()) for m, found in loss.items()}
-    shorter = {m: loss[m]["20%"] - least[m] for m in loss if "20%" in loss[m]}
+    one_pass, whole = OnePass(kept), kept.sweeps["one-pass-long"]
+    sweep, loss = one_pass.sweep, one_pass.loss
+    least = {m: min(by_schedule.values()) for m, by_schedule in loss.items()}
     return {
         "one_pass": {
+            "runs": len(sweep.trials),
+            "hyperball_runs": sum(trial.arm.startswith("hyperball") for trial in sweep.trials),
+            "tokens_M": _tokens(sweep) / 1e6,
+            "long_tokens_M": _tokens(whole) / 1e6,
+            "long_steps": whole.horizons[0],
+            "long_windows": int(_tokens(whole)) // 512,
             "lead": {s: _leads({m: x[s] for m, x in loss.items() if s in x}) for s in SCHEDULES},
             "best_lead": _leads(least),
-            "best_schedule_gain": shorter,
+            "best_schedule_gain": {m: x["20%"] - least[m] for m, x in loss.items() if "20%" in x},
             "decay_gain": {s: loss["normuon"][s] - loss["normuon_decay"][s] for s in SCHEDULES},
-            "hyperball_20%": one_pass.unfinished,
+            "hyperball_20%": sweep.best[_arm(*UNFINISHED)].loss,
             "hyperball_below_adamw": least["adamw"] - least["hyperball"],
             "highest_lr": {
-                f"{m}_{s}": list(one_pass.grids[m, s].values())[-1]
+                f"{m}_{s}": list(grid(sweep, _arm(m, s)).values())[-1]
                 for m in ("normuon", "normuon_decay")
                 for s in ("20%", "linear")
             },
             **_grids(one_pass),
             **_claims(one_pass, least),
-            **_lengths(kept),
         },
-        "one_pass_long": _long(kept),
+        "one_pass_long": _whole(whole),
     }
+
+
+def _tokens(sweep: SweepResults) -> float:
+    tokens = sweep.tokens(sweep.horizons[0])
+    assert tokens is not None
+    return tokens
 
 
 def _leads(losses: dict[str, float]) -> dict[str, float]:
@@ -86,12 +107,12 @@ def _leads(losses: dict[str, float]) -> dict[str, float]:
 
 def _grids(one_pass: OnePass) -> Facts:
     """Which best learning rates are inside, and what the last step towards an edge brought."""
-    edges = [key for key, grid in one_pass.grids.items() if not is_inside(grid)]
-    steps = {key: list(one_pass.grids[key].values())[:2] for key in edges}
-    gains = {f"{m}_{s}": second - first for (m, s), (first, second) in steps.items()}
+    edges = {key: arm for key, arm in one_pass.arms.items() if one_pass.sweep.at_edge(arm)}
+    lowest = {f"{m}_{s}": list(grid(one_pass.sweep, x).values()) for (m, s), x in edges.items()}
+    gains = {key: losses[1] - losses[0] for key, losses in lowest.items()}
     return {
-        "planned": one_pass.planned,
-        "closed": len(one_pass.grids) - len(edges),
+        "planned": len(one_pass.sweep.arms),
+        "closed": len(one_pass.arms) - len(edges),
         "at_edge": len(edges),
         "edge_gain": gains,
         "edges_are_muowns_adamws_and_hyperballs": set(gains)
@@ -101,56 +122,62 @@ def _grids(one_pass: OnePass) -> Facts:
 
 
 def _claims(one_pass: OnePass, least: dict[str, float]) -> Facts:
-    def order(cells: Cells, schedule: str) -> list[str]:
-        """Return the methods that the documents list, the lowest first."""
-        left = [m for m in cells if m not in ("hyperball", "flat_kappa")]
-        return sorted(left, key=lambda m: cells[m][schedule])
-
-    def ours_and_below(schedule: str) -> list[set[str]]:
-        """Return the methods that are below ours, by validation and by training losses."""
-        both = (order(cells, schedule) for cells in (one_pass.loss, one_pass.training))
-        return [set(listed[: listed.index("ours")]) for listed in both]
+    def below_ours(schedule: str) -> list[set[str]]:
+        """Return the methods below ours, of those that the documents list, by validation and by
+        training losses."""
+        listed = METHODS.keys() - {"hyperball", "flat_kappa"}
+        both = one_pass.loss, one_pass.training
+        return [{m for m in listed if x[m][schedule] < x["ours"][schedule]} for x in both]
 
     best_schedule = {m: min(x, key=x.__getitem__) for m, x in one_pass.loss.items()}
     linear = {m for m, s in best_schedule.items() if s == "linear"}
-    ordered = sorted((m for m in least if m != "hyperball"), key=least.__getitem__)
     return {
-        "normuon_with_decay_lowest_then_ours": ordered[:2] == ["normuon_decay", "ours"],
-        "linear_best_for_all_but_three": set(METHODS) - linear == {"normuon", "muown", "adamw"}
+        "normuon_with_decay_lowest_then_ours": sorted(least, key=least.__getitem__)[:2]
+        == ["normuon_decay", "ours"],
+        "linear_best_for_all_but_three": METHODS.keys() - linear == {"normuon", "muown", "adamw"}
         and "20%" not in best_schedule.values(),
-        "lowest_at_50%": ours_and_below("50%") == [set(), set()],
-        "normuon_with_decay_lowest_at_linear": ours_and_below("linear") == [{"normuon_decay"}] * 2,
-        "normuon_lowest_at_20%": ours_and_below("20%") == [{"normuon"}] * 2,
+        "lowest_at_50%": below_ours("50%") == [set(), set()],
+        "normuon_with_decay_lowest_at_linear": below_ours("linear") == [{"normuon_decay"}] * 2,
+        "normuon_lowest_at_20%": below_ours("20%") == [{"normuon"}] * 2,
     }
 
 
-def _lengths(kept: Kept) -> Facts:
-    """How many runs there are, and how many tokens, steps and windows of 512 tokens each read."""
-    trials, long_trials = kept.losses("one-pass"), kept.losses("one-pass-long")
-    [tokens] = {kept.log("one-pass", trial)[-1]["tokens"] for trial in trials}
-    [(long_tokens, steps)] = {
-        (end["tokens"], end["step"])
-        for end in (kept.log("one-pass-long", trial)[-1] for trial in long_trials)
+def _whole(sweep: SweepResults) -> Facts:
+    """The whole corpus: two methods on three seeds that judge, two more on the one that chose."""
+    [horizon] = sweep.horizons
+    arms = {
+        "linear": _arm("ours", "linear"),
+        "normuon_decay": _arm("normuon_decay", "linear"),
+        "cooldown_50%": _arm("ours", "50%"),
+        "muon": _arm("muon", "linear"),
     }
+    at = {key: sweep.finals(arm, horizon) for key, arm in arms.items()}
+    ours, other = at["linear"], at["normuon_decay"]
+    seed_0 = {key: losses[0] for key, losses in at.items()}
+    trained = [training_losses(sweep, arms[key], horizon) for key in ("linear", "normuon_decay")]
+    apart = {key: spread(judging(at[key]).values()) for key in ("linear", "normuon_decay")}
+    gap = lead(ours, other)
+
+    def loss(trial: TrialResult) -> float:
+        end = trial.final(horizon)
+        return end[1] if end else inf
+
     return {
-        "runs": len(trials),
-        "hyperball_runs": sum(name.startswith("hyperball") for name, _, _ in trials),
-        "tokens_M": tokens / 1e6,
-        "long_tokens_M": long_tokens / 1e6,
-        "long_steps": steps,
-        "long_windows": long_tokens // 512,
-    }
-
-
-def _long(kept: Kept) -> Facts:
-    """The two best over the whole corpus, with a learning rate that falls to zero."""
-    found = grids(kept.losses("one-pass-long"), "213M")
-    names = [f"{METHODS[m]}, {SCHEDULES['linear']}" for m in ("ours", "normuon_decay")]
-    ours, other = (found[name] for name in names)
-    trained = [training_loss(kept.log("one-pass-long", (n, best(found[n]), 0))) for n in names]
-    return {
-        "runs": len(ours) + len(other),
-        "lead": min(other.values()) - min(ours.values()),
-        "training_lead": trained[1] - trained[0],
-        "only_normuon_at_edge": is_inside(ours) and best(other) == min(other),
+        "runs": len(sweep.trials),
+        "grids": len(sweep.best),
+        "all_grids_closed": sweep.best.keys() == {*arms.values()}
+        and not any(map(sweep.at_edge, sweep.best)),
+        "loss": {key: summary(at[key]) for key in ("linear", "normuon_decay")},
+        "seed0": seed_0,
+        "lead": gap,
+        "training_lead": lead(*trained),
+        "training_has_the_same_signs": all(
+            (trained[1][s] > trained[0][s]) == (other[s] > ours[s]) for s in ours
+        ),
+        "seeds_apart": {key: x["max"] - x["min"] for key, x in apart.items()},
+        "inconclusive": outcome(ours, other) == "inconclusive"
+        and gap["mean"] < min(0.005, apart["linear"]["max"] - apart["linear"]["min"]),
+        "cooldown_50%_gain": seed_0["linear"] - seed_0["cooldown_50%"],
+        "cooldown_50%_lowest": min(sweep.trials, key=loss).arm == arms["cooldown_50%"],
+        "only_two_methods_are_judged": {*at["cooldown_50%"], *at["muon"]} == {0},
     }

@@ -1,41 +1,81 @@
-"""`angular-lab sweep` continues from the kept archives."""
+"""The kept archives make one complete store, which `angular-lab sweep` and `report` can read."""
 
-import json
+import re
 from pathlib import Path
 
 import pytest
 
-from angular_lab.experiments.comparison import experiment
-from angular_lab.run_folder import trunk_name
-from angular_lab.sweeps.sweep import Sweep
-from evidence.kept import RESULTS, unpack
+from angular_lab.run_folder import RUNS, RunFolder
+from angular_lab.sweeps.sweep_file import SWEEPS, SweepRecord
+from evidence.kept import ARCHIVES, RESULTS, unpack
 
-ARCHIVES = sorted((RESULTS / "s").glob("*.tar.xz"))
-# Variants whose options the library no longer has.
-REMOVED = {"column-gains", "exact-angle", "row-second-moment", "tangent-momentum"}
+MIXTURE, ONE_PASS = "fb88e2d2a62a", "702af5e354cb"  # fingerprints, see results/README.md
 
 
-@pytest.mark.parametrize("archive", ARCHIVES, ids=lambda path: path.name.partition(".")[0])
-def test_finished_runs_of_an_archive_are_recognized(
-    archive: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("store")
+    for archive in ARCHIVES:
+        unpack(archive, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sweeps(store: Path) -> list[SweepRecord]:
+    return [SweepRecord.read(path) for path in sorted((store / SWEEPS).iterdir())]
+
+
+@pytest.fixture(scope="module")
+def runs(store: Path) -> list[RunFolder]:
+    return [RunFolder(path) for path in sorted((store / RUNS).iterdir())]
+
+
+def test_every_archive_holds_the_sweep_that_it_is_named_after(sweeps: list[SweepRecord]) -> None:
+    names = [archive.name.removesuffix(".tar.xz") for archive in ARCHIVES]
+    assert [(sweep.experiment, sweep.scale) for sweep in sweeps] == [(n, "s") for n in names]
+
+
+def test_sweeps_refer_to_all_kept_runs_and_to_no_others(
+    sweeps: list[SweepRecord], runs: list[RunFolder]
 ) -> None:
-    name = archive.name.partition(".")[0]
-    unpack(archive, tmp_path)
-    root = tmp_path / f"{name}-s"
-    data = "data/one-pass" if name.startswith("one-pass") else "data/mixture"
-    monkeypatch.chdir(tmp_path)
-    Path(data).mkdir(parents=True)  # a sweep with runs to make requires its corpus
-    entries = json.loads((root / "sweep.json").read_text())["entries"]
-    sweep = Sweep(experiment(name, "s"), root, data)
-    planned = {entry.folder.name for entry in sweep.entries}
-    done = {trunk_name(entry) for entry in entries if entry["status"] == "done"}
-    assert done
-    removed = {folder.partition("-lr")[0] for folder in done - planned}
-    assert removed == (REMOVED if name == "leads" else set())
-    if removed:  # sweep.json is not rewritten without them
-        with pytest.raises(ValueError, match=f"{len(removed)} finished run"):
-            sweep.check()
-        return
-    sweep.check()
-    with pytest.raises(ValueError, match=rf"{len(done)} finished run.*: give --data {data}, or"):
-        Sweep(experiment(name, "s"), root).check()
+    referenced = {name for sweep in sweeps for trial in sweep.trials for name in trial.all_runs}
+    assert referenced == {run.path.name for run in runs}
+
+
+def test_runs_are_finished_and_have_their_parents(runs: list[RunFolder]) -> None:
+    names = {run.path.name for run in runs}
+    for run in runs:
+        spec = run.read_spec()
+        assert run.done
+        assert run.read_metrics()[-1].step == spec.steps
+        assert spec.parent is None or spec.parent in names
+
+
+def test_a_sweep_recognizes_runs_by_the_digest_in_their_names(runs: list[RunFolder]) -> None:
+    """Others have their settings in common with one that comes first, and a number at the end."""
+    names = {run.path.name for run in runs}
+    numbered = 0
+    for run in runs:
+        name = run.info.spec.folder_name(run.info.data)
+        assert name in names
+        if run.path.name != name:
+            assert re.fullmatch(re.escape(name) + "-[23]", run.path.name)
+            numbered += 1
+    assert numbered == 8
+
+
+def test_runs_of_a_sweep_have_its_data(sweeps: list[SweepRecord], runs: list[RunFolder]) -> None:
+    data = {run.path.name: run.info.data for run in runs}
+    for sweep in sweeps:
+        fingerprint = ONE_PASS if sweep.experiment.startswith("one-pass") else MIXTURE
+        assert sweep.data.startswith(fingerprint)
+        assert {data[name] for trial in sweep.trials for name in trial.all_runs} == {sweep.data}
+
+
+def test_interrupted_runs_were_finished_later(store: Path, tmp_path: Path) -> None:
+    unpack(RESULTS / "again" / "one-pass.tar.xz", tmp_path)
+    interrupted = [RunFolder(path) for path in (tmp_path / RUNS).iterdir()]
+    assert len(interrupted) == 5
+    for run in interrupted:
+        assert not run.done
+        assert RunFolder(store / RUNS / run.info.spec.folder_name(run.info.data)).done

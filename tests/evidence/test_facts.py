@@ -2,7 +2,7 @@
 
 import pytest
 
-from angular_lab.experiments.definition import SETTLED
+from angular_lab.experiments.definition import TUNED_AT_S
 from evidence import documents, facts
 from evidence.comparison import Comparison
 from evidence.documents import DOCUMENTS, fill
@@ -34,7 +34,7 @@ def test_documents_show_exactly_the_kept_figures(kept: Kept) -> None:
 
 
 def test_ablations_use_the_learning_rates_that_the_comparison_chose(kept: Kept) -> None:
-    assert Comparison(kept).best == SETTLED
+    assert Comparison(kept).best == TUNED_AT_S
 
 
 FACTS = {"lead": 0.0154, "behind": -0.25, "runs": 9, "tokens": 13000, "lowest": True, "even": False}
