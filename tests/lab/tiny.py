@@ -19,7 +19,7 @@ SPECS = {
         experts_per_token=2, expert_mlp=16, shared_mlp=24,
     ),
     "gpt_speedrun": replace(
-        _BASE, kind="gpt_speedrun", heads=2, mlp=0, tied=False, soft_cap=2.0, rope_base=1024.0
+        _BASE, kind="gpt_speedrun", heads=2, mlp=None, tied=False, soft_cap=2.0, rope_base=1024.0
     ),
 }  # fmt: skip
 KINDS = list(SPECS)

@@ -94,7 +94,7 @@ def help_text(spec: Any, prefix: str = "") -> str:
         if is_dataclass(value):
             rows.append(help_text(value, f"{prefix}{f.name}."))
         else:
-            setting = f"{prefix}{f.name}={_shown(value)}"
+            setting = f"{prefix}{f.name}={as_typed(value)}"
             rows.append(f"  {setting:32}  {comments.get(f.name, '')}".rstrip())
     return "\n".join(rows)
 
@@ -104,7 +104,8 @@ def differences(a: Any, b: Any) -> list[str]:
     return [key for key in keys(a) if get(a, key) != get(b, key)]
 
 
-def _shown(value: Any) -> str:
+def as_typed(value: Any) -> str:
+    """Return a setting's value as the command line takes it."""
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)

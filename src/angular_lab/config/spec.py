@@ -12,6 +12,8 @@ from typing import Any
 from angular_lab.errors import UserError
 from angular_lab.records import from_json
 
+Window = int | float  # 549 and 0.1 stay what they are: the names of losses contain them
+
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -99,9 +101,7 @@ class Spec:
     pins: tuple[int, ...] = ()  # steps whose checkpoints always stay: branch points
     log_every: int | None = 10  # steps; none: with evaluations and angles only
     angle_every: int | None = 50  # steps; none: never
-    average: tuple[
-        int | float, ...
-    ] = ()  # windows of averages to evaluate: steps, or below 1 a share
+    average: tuple[Window, ...] = ()  # windows of averages to evaluate: steps, or below 1 a share
     on_nan: str = "stop"  # stop, skip
     precision: str = "bf16"  # bf16 (autocast), fp32
     compile: bool = True

@@ -112,10 +112,11 @@ def _to_transformers(
     model: LanguageModel, kind: str, model_type: str, architecture: str, config: dict[str, Any]
 ) -> Exported:
     spec = model.spec
-    if spec.kind != kind or spec.soft_cap:
+    if spec.kind != kind or spec.soft_cap is not None:
+        cap = "none" if spec.soft_cap is None else f"{spec.soft_cap:g}"
         raise UserError(
-            f"model.kind={spec.kind!r} with soft_cap={spec.soft_cap:g} cannot become a "
-            f"{architecture}, which needs {kind!r} with soft_cap=0"
+            f"model.kind={spec.kind!r} with soft_cap={cap} cannot become a {architecture}, which "
+            f"needs {kind!r} with soft_cap=none"
         )
     shared = {
         "architectures": [architecture],

@@ -20,4 +20,15 @@ def build_model(spec: ModelSpec) -> LanguageModel:
     """Return the model that `spec` describes, uninitialized, on torch's current device."""
     if spec.kind not in MODELS:
         raise UserError(f"model kind {spec.kind!r} is not one of {', '.join(map(repr, MODELS))}")
+    _check_sizes(spec)
     return MODELS[spec.kind](spec)
+
+
+def _check_sizes(spec: ModelSpec) -> None:
+    for key in ("vocabulary", "sequence", "layers", "width", "heads", "kv_heads", "mlp"):
+        value = getattr(spec, key)
+        if value is not None and value < 1:
+            unset = ", or none" if key in ("kv_heads", "mlp") else ""
+            raise UserError(f"model.{key}={value}: it must be at least 1{unset}")
+    if spec.soft_cap is not None and not spec.soft_cap > 0:
+        raise UserError(f"model.soft_cap={spec.soft_cap:g}: it must be above 0, or none")

@@ -13,7 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Protocol
 
-from angular_lab.config.overrides import keys
+from angular_lab.config.overrides import as_typed, keys
 from angular_lab.config.spec import Spec
 from angular_lab.errors import UserError
 from angular_lab.run_folder import RunFolder
@@ -107,7 +107,7 @@ def check_loggers(spec: Spec) -> None:
     for key in ("entity", "tags"):
         value = getattr(spec.dashboard, key)
         if value and "trackio" in _names(spec) and "wandb" not in _names(spec):
-            raise UserError(f"dashboard.{key}={value}: only wandb has {key}; leave it empty")
+            raise UserError(f"dashboard.{key}={as_typed(value)}: only wandb has {key}; omit it")
     for name in _names(spec):
         if name not in LOGGERS:
             raise UserError(f"loggers={name}: it must be one of {', '.join(LOGGERS)}")

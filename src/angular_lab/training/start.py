@@ -9,7 +9,7 @@ import torch
 
 import angular_muown
 from angular_lab.config.branches import cooldown_spec
-from angular_lab.config.overrides import differences
+from angular_lab.config.overrides import as_typed, differences
 from angular_lab.config.spec import Spec, get
 from angular_lab.data.prepare import prepare_stdlib, stdlib_place
 from angular_lab.data.shards import Manifest
@@ -210,8 +210,7 @@ def _branch_point(run: RunFolder, spec: Spec) -> Path:
 def _check_resumable(spec: Spec, run: RunFolder, resume: bool) -> None:
     if not resume:
         raise UserError(
-            f"{run.path} already holds a run: add --resume auto to continue it, or choose another "
-            "--out"
+            f"{run.path} holds a run already: add --resume auto to continue, or give another --out"
         )
     before = run.read_spec().with_dashboard_of(spec)
     if spec.parent and before.parent and _same_parent(run, before, spec):
@@ -219,7 +218,8 @@ def _check_resumable(spec: Spec, run: RunFolder, resume: bool) -> None:
     if before.data != spec.data and run.info.data == fingerprint(data_place(spec)):
         before = replace(before, data=spec.data)
     changes = [
-        f"{key}={get(before, key)!r} (now {get(spec, key)!r})" for key in differences(before, spec)
+        f"{key}={as_typed(get(before, key))} (now {as_typed(get(spec, key))})"
+        for key in differences(before, spec)
     ]
     if changes:
         raise UserError(

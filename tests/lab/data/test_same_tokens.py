@@ -45,7 +45,7 @@ def test_the_same_tokens_may_be_in_another_folder(
         assert RunFolder(run).done
         assert lines(run) == metrics
         assert RunFolder(run).read_spec().data == "corpus", "as it was started"
-    with pytest.raises(ValueError, match=r"started with steps=12 \(now 13\): the same"):
+    with pytest.raises(ValueError, match=r"started with steps=12 \(now 13\): give the same"):
         train(tiny(corpus, steps=13), run, resume=True)
     (run / "DONE").unlink()
     train_on(2, tiny(tmp_path / "copy"), run)
@@ -73,10 +73,10 @@ def test_a_run_does_not_resume_with_other_tokens(corpus: Path, tmp_path: Path, c
         (corpus / "manifest.json").unlink()
     if change in ("other folder", "no manifest"):
         shutil.copytree(corpus, folder)
-    train(tiny(corpus, steps=2, eval_every=0), tmp_path / "run")
+    train(tiny(corpus, steps=2, eval_every=None), tmp_path / "run")
     (tmp_path / "run" / "DONE").unlink()
     if change in ("same folder", "other folder"):
         edit(folder / "manifest.json", '"sha256": "', '"sha256": "0')
-    message = "other tokens" if folder == corpus else rf"data='{corpus}' \(now '{folder}'\)"
+    message = "other tokens" if folder == corpus else rf"data={corpus} \(now {folder}\)"
     with pytest.raises(ValueError, match=message):
-        train(tiny(folder, steps=2, eval_every=0), tmp_path / "run", resume=True)
+        train(tiny(folder, steps=2, eval_every=None), tmp_path / "run", resume=True)

@@ -114,7 +114,7 @@ def test_models_without_an_equivalent_are_rejected(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"kind='{kind}' .* cannot become a LlamaForCausalLM"):
             to_llama(build_model(SPECS[kind]))
     spec = replace(SPECS["dense"], soft_cap=15.0)
-    with pytest.raises(ValueError, match=r"soft_cap=15 .* which needs 'dense' with soft_cap=0"):
+    with pytest.raises(ValueError, match=r"soft_cap=15 .* which needs 'dense' with soft_cap=none"):
         to_llama(build_model(spec))
     with pytest.raises(ValueError, match="the model was built from"):
         export(build_model(spec), SPECS["dense"], tmp_path)

@@ -53,6 +53,10 @@ def test_unknown_kind_lists_the_valid_ones() -> None:
     [
         ({"heads": 5}, "width=32 with heads=5"),
         ({"heads": 4, "kv_heads": 3}, "kv_heads=3 must divide heads=4"),
+        ({"kv_heads": 0}, "model.kv_heads=0: it must be at least 1, or none"),
+        ({"mlp": 0}, "model.mlp=0: it must be at least 1, or none"),
+        ({"layers": -1}, "model.layers=-1: it must be at least 1$"),
+        ({"soft_cap": 0.0}, "model.soft_cap=0: it must be above 0, or none"),
         ({"kind": "gpt_speedrun"}, "set tied=False"),
         ({"kind": "gpt_speedrun", "tied": False, "heads": 16}, "multiple of 4"),
         ({"kind": "moe"}, "experts_per_token=0 with experts=0"),
@@ -110,7 +114,7 @@ def test_softmax_of_a_bfloat16_model_is_float32() -> None:
 
 
 def test_soft_cap_bounds_the_logits() -> None:
-    model, (tokens, _) = scrambled(replace(SPECS["dense"], soft_cap=0.0)), text()
+    model, (tokens, _) = scrambled(replace(SPECS["dense"], soft_cap=None)), text()
     uncapped = model(tokens)
     model.spec = replace(model.spec, soft_cap=2.0)
     capped = model(tokens)

@@ -12,12 +12,11 @@ import pytest
 
 from angular_lab.config.spec import DashboardSpec, Spec
 from angular_lab.run_folder import RunFolder
-from angular_lab.sweeps.trials import COMPARED, decisive
 from angular_lab.training import loggers
 from angular_lab.training.start import train
 from tests.lab.runs import LIMIT, lines, start, tiny
 
-DASHBOARD = DashboardSpec(project="angles", entity="lab", group="teaser", tags="first,long")
+DASHBOARD = DashboardSpec(project="angles", entity="lab", group="teaser", tags=("first", "long"))
 
 
 class FakeTracker:
@@ -49,7 +48,7 @@ def test_identity_differs_between_runs_but_not_when_resumed(
     module: str, key: str, tmp_path: Path, tracker: FakeTracker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def identity(spec: Spec, folder: Path) -> str:
-        loggers.make_loggers(replace(spec, loggers=module), RunFolder(folder), 0)
+        loggers.make_loggers(replace(spec, loggers=(module,)), RunFolder(folder), 0)
         return tracker.runs[-1][key]
 
     spec, folder = Spec(), tmp_path / "a" / "run"
@@ -67,7 +66,7 @@ def test_identity_differs_between_runs_but_not_when_resumed(
 def test_only_wandb_receives_entity_and_tags(
     data: Path, tmp_path: Path, tracker: FakeTracker
 ) -> None:
-    spec = tiny(data, steps=2, loggers="wandb,trackio", dashboard=DASHBOARD)
+    spec = tiny(data, steps=2, loggers=("wandb", "trackio"), dashboard=DASHBOARD)
     train(spec, tmp_path / "run", device="cpu")
     wandb, trackio = tracker.runs
     expected = {"project": "angles", "group": "teaser"}
@@ -76,10 +75,10 @@ def test_only_wandb_receives_entity_and_tags(
     assert {**wandb, **expected, "config": spec.to_dict()} == wandb
     assert not {"entity", "tags"} & trackio.keys()
     assert tracker.steps == [1, 1, 2, 2]
-    for setting in ({"entity": "lab"}, {"tags": "long"}):
+    for setting in ({"entity": "lab"}, {"tags": ("long",)}):
         dashboard = DashboardSpec(**setting)
         with pytest.raises(ValueError, match=r"dashboard\.\w+=(lab|long): only wandb has "):
-            train(replace(spec, loggers="trackio", dashboard=dashboard), tmp_path / "new")
+            train(replace(spec, loggers=("trackio",), dashboard=dashboard), tmp_path / "new")
         assert not (tmp_path / "new").exists()
 
 
@@ -93,7 +92,7 @@ def test_resumed_run_may_change_its_dashboard(
     older = {**before, "spec": {k: v for k, v in before["spec"].items() if k != "dashboard"}}
     (out / "spec.json").write_text(json.dumps(older))
     assert RunFolder(out).read_spec() == spec
-    changed = replace(spec, loggers="wandb", dashboard=DASHBOARD)
+    changed = replace(spec, loggers=("wandb",), dashboard=DASHBOARD)
     train(changed, out, resume=True, resume_step=8, device="cpu")
     assert lines(out) == metrics
     assert tracker.steps == list(range(9, 13))
@@ -102,8 +101,7 @@ def test_resumed_run_may_change_its_dashboard(
     assert {**after, "spec": 0} == {**before, "spec": 0}, "nothing else changes"
     with pytest.raises(ValueError, match=r"seed=0 \(now 1\)"):
         train(replace(changed, seed=1), out, resume=True, device="cpu")
-    assert decisive(changed) == decisive(spec)
-    assert all(get(changed) == get(spec) for get in COMPARED.values())
+    assert changed.identity("") == spec.identity("")
 
 
 def test_tensorboard_flushes_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +128,7 @@ def test_tensorboard_flushes_every_step(tmp_path: Path, monkeypatch: pytest.Monk
 def test_tensorboard_shows_every_step_once_after_a_kill(data: Path, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    out, spec = tmp_path / "run", tiny(data, steps=60, save_every=5, loggers="tensorboard")
+    out, spec = tmp_path / "run", tiny(data, steps=60, save_every=5, loggers=("tensorboard",))
     process = start(spec, out)
     deadline = time.monotonic() + LIMIT
     while not (out / "metrics.jsonl").exists() or len(lines(out)) <= 12:

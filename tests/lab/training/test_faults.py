@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from angular_lab.report.runs import read_run
 
 from angular_lab.cli.main import main
 from angular_lab.models.base import LanguageModel
 from angular_lab.models.moe import MoE
-from angular_lab.run_folder import RunFolder
+from angular_lab.run_folder import RunFolder, read_run
 from angular_lab.sample import load_run
 from angular_lab.training import checkpoint, trainer
 from angular_lab.training import recorded_passes as passes
@@ -137,13 +136,13 @@ def test_weights_that_are_not_finite_are_never_saved(data, tmp_path, monkeypatch
 
     monkeypatch.setattr(Trainer, "update", spoil)
     with pytest.raises(NotFinite, match=r"not saved. The newest checkpoint is step 4"):
-        train(tiny(data, log_every=1000, eval_every=0, angle_every=0), tmp_path / "run")
+        train(tiny(data, log_every=1000, eval_every=None, angle_every=None), tmp_path / "run")
 
 
 @pytest.mark.usefixtures("poisoned")
 def test_a_run_that_breaks_down_before_it_was_saved(data, tmp_path) -> None:
     with pytest.raises(NotFinite, match=r"There is no checkpoint; lower"):
-        train(tiny(data, save_every=0), tmp_path / "run")
+        train(tiny(data, save_every=None), tmp_path / "run")
 
 
 @pytest.mark.usefixtures("poisoned")
@@ -266,12 +265,12 @@ def test_vocabulary_and_data_have_to_fit(data, tmp_path) -> None:
 
 
 def test_an_unknown_logger(data, tmp_path) -> None:
-    with pytest.raises(ValueError, match="'paper' is not one of tensorboard"):
-        train(tiny(data, steps=2, loggers="paper"), tmp_path / "run")
+    with pytest.raises(ValueError, match="loggers=paper: it must be one of tensorboard"):
+        train(tiny(data, steps=2, loggers=("paper",)), tmp_path / "run")
 
 
 def test_tensorboard_gets_the_numbers(data, tmp_path) -> None:
-    train(tiny(data, steps=2, loggers="tensorboard"), tmp_path / "run")
+    train(tiny(data, steps=2, loggers=("tensorboard",)), tmp_path / "run")
     assert list((tmp_path / "run").glob("events.out.tfevents.*"))
 
 
@@ -323,7 +322,7 @@ def test_a_line_that_does_not_fit_on_the_disk_is_taken_back(tmp_path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     run.append(run.metrics_path, {"step": 3})
-    assert [line["step"] for line in run.read_metrics()] == [1, 3]
+    assert [line.step for line in run.read_metrics()] == [1, 3]
 
 
 def test_branching_from_a_step_that_was_not_kept(data, tmp_path) -> None:
@@ -332,9 +331,9 @@ def test_branching_from_a_step_that_was_not_kept(data, tmp_path) -> None:
         branch_spec(RunFolder(tmp_path / "run"), 5, 2)
     with pytest.raises(ValueError, match="at least one"):
         branch_spec(RunFolder(tmp_path / "run"), 9, 0)
-    with pytest.raises(ValueError, match=r"step 12 .* lies in its cool-down, which starts at 9"):
+    with pytest.raises(ValueError, match=r"step 12 .* is in its cooldown, which starts at 9"):
         branch_spec(RunFolder(tmp_path / "run"), 12, 2)
-    with pytest.raises(ValueError, match="no run folder"):
+    with pytest.raises(ValueError, match="is not a run folder"):
         branch_spec(RunFolder(tmp_path), 8, 2)
 
 

@@ -19,7 +19,7 @@ from angular_lab.training.trainer import Trainer
 from tests.lab.cli.test_cli import SMALL
 from tests.lab.runs import LIMIT, free_port
 
-LONG = ("steps=100000", "save_every=0", "log_every=1")
+LONG = ("steps=100000", "save_every=none", "log_every=1")
 STOPPED = "stopped: saved at step"
 
 # The save after the first Ctrl-C takes longer than the test.
@@ -63,7 +63,7 @@ def _command(name: str, data: Path, tmp_path: Path) -> tuple[list[str], Path]:
     parent = tmp_path / "parent"
     assert main(["train", "nano", *common, "--out", str(parent)]) == 0
     cooldown = ["--at", "3", "--decay", "100000"]
-    return ["branch", str(parent), *cooldown, "save_every=0", "--out", str(out)], out
+    return ["branch", str(parent), *cooldown, "save_every=none", "--out", str(out)], out
 
 
 @pytest.mark.parametrize("name", ["train", "branch", "trunk"])

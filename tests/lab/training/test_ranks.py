@@ -42,12 +42,12 @@ UNEVEN = {"steps": 6, "eval_tokens": 160, "eval_every": 3, "save_every": 3, "ang
 
 def spec_of(data: Path, **values: Any) -> Spec:
     """Evaluate where nothing is saved: saving would reshard the weights after an evaluation."""
-    fixed = {"steps": STEPS, "eval_every": 5, "save_every": MIDDLE, "angle_every": 0}
-    return tiny(data, **fixed, average="3,8", **values)
+    fixed = {"steps": STEPS, "eval_every": 5, "save_every": MIDDLE, "angle_every": None}
+    return tiny(data, **fixed, average=(3, 8), **values)
 
 
 def with_optimizer(data: Path, name: str) -> Spec:
-    base = tiny(data, parallel="fsdp", steps=8, angle_every=0)
+    base = tiny(data, parallel="fsdp", steps=8, angle_every=None)
     return replace(base, optim=replace(base.optim, name=name, lr=OPTIMIZERS[name]))
 
 
@@ -96,7 +96,7 @@ def metrics(out: Path, *keys: str) -> list[float]:
 
 def curve(out: Path) -> list[float]:
     """Return losses, validation losses and gradient norms of a run of `spec_of`."""
-    averages = Spec(average="3,8").averages.values()
+    averages = Spec(average=(3, 8)).averages.values()
     values = metrics(out, "loss", "grad_norm", "val_loss", *averages)
     assert len(values) == STEPS * 2 + 4 * 3
     return values
@@ -159,7 +159,7 @@ def runs(
 
 @pytest.mark.parametrize("name", [*ON_TWO, *ON_FOUR, "from 4 to 2", "from 1 to 2"])
 def test_losses_do_not_depend_on_the_ranks(runs: dict[str, Path], name: str) -> None:
-    assert max(metrics(runs["plain"], "grad_norm")) > Spec().clip, "gradients are clipped"
+    assert max(metrics(runs["plain"], "grad_norm")) > 1, "gradients are clipped"
     assert curve(runs[name]) == pytest.approx(curve(runs["plain"]), abs=1e-5)
 
 
@@ -194,7 +194,7 @@ def test_torchrun_trains_with_ddp(data: Path, tmp_path: Path, alone: dict[str, P
         *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"),
         *("--master-port", free_port(), "-m", "angular_lab", "train", "nano"),
         *(f"data={data}", f"steps={STEPS}", "batch=4", "eval_every=5", "eval_tokens=256"),
-        *(f"save_every={MIDDLE}", "log_every=1", "angle_every=0", "average=3,8"),
+        *(f"save_every={MIDDLE}", "log_every=1", "angle_every=none", "average=3,8"),
         *("model.sequence=32", "model.layers=2", "model.width=32", "model.heads=2", "model.mlp=64"),
         *("schedule.warmup=2", "schedule.decay=0.25", "--out", str(tmp_path / "run")),
     ]
