@@ -1,4 +1,4 @@
-"""Problems with runs are reported, on the page and as warnings; the rest of the report is written."""
+"""Problems with runs are shown on the page and logged; the rest of the report is written."""
 
 import json
 import shutil
