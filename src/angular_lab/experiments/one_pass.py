@@ -27,7 +27,7 @@ SHORT, LONG, LINEAR = "cooldown 20%", "cooldown 50%", "linear to zero"
 SCHEDULES = {SHORT: 0.2, LONG: 0.5, LINEAR: FALLING}  # the last share of the steps
 # At scale s 13,000 steps of 16,384 tokens: 213.0M of 213.5M, so that none is read twice.
 STEPS = HORIZONS | {"s": (3250, 6500, 9750, 13_000)}
-VALIDATION = 2**21  # tokens at scale s: all that are tuned_rate out
+VALIDATION = 2**21  # tokens at scale s: all that are held out
 CHANGES: dict[str, dict[str, Any]] = {
     KAPPA_1: {"decay_degree": 0.0},
     DECAYED: {"weight_decay": 0.1},
