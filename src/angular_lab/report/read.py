@@ -17,6 +17,9 @@ from angular_lab.run_folder import RUNS, SPEC, Run, read_run
 from angular_lab.sweeps.sweep_file import OLD_FILE, SWEEPS, SweepRecord, TrialRecord
 
 
+SKIPPED = ("checkpoints", "workers")  # folders that hold no runs
+
+
 @dataclass(frozen=True)
 class TrialResult:
     """An arm at a value with a seed: its runs by horizon, and their trunk if they have one."""
@@ -263,7 +266,7 @@ def find(source: Path) -> tuple[list[Path], list[Path]]:
         return [source], []
     sweeps, runs = [], []
     for root, folders, files in os.walk(source):
-        folders[:] = sorted(name for name in folders if name not in ("checkpoints", "workers"))
+        folders[:] = sorted(f for f in folders if f not in SKIPPED and not f.startswith("."))
         if OLD_FILE in files:
             SweepRecord.read(Path(root) / OLD_FILE)
         if Path(root).resolve().name == SWEEPS:  # the source may be `.`

@@ -165,7 +165,7 @@ class Sweep:
         """Write the sweep's file. Its content is read under the lock, so that the last writer is
         right. Trials that the plan no longer has stay listed."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(self.path.with_suffix(".lock")):
+        with FileLock(self.path.with_name(f".{self.name}.lock")):
             self._content().write(self.path)
 
     def _record(self) -> SweepRecord | None:
