@@ -16,7 +16,6 @@ from angular_lab.experiments.statistics import BestRate, Side, best_rate
 from angular_lab.run_folder import RUNS, SPEC, Run, read_run
 from angular_lab.sweeps.sweep_file import OLD_FILE, SWEEPS, SweepRecord, TrialRecord
 
-
 SKIPPED = ("checkpoints", "workers")  # folders that hold no runs
 
 
