@@ -22,8 +22,8 @@ import torch
 RESULT_TIMEOUT = 150  # seconds
 COLLECTIVE_TIMEOUT = 20  # seconds
 CONTEXT: Any = multiprocessing.get_context("forkserver")
-# Everything that ranks would import in their first step, in torch's functions or in ours: otherwise
-# each of them spends a second on that.
+# All that a rank would import in its first step, which would take it a second. A test process has
+# only one server, so this list is for all tests that start processes.
 CONTEXT.set_forkserver_preload(
     [
         "torch._dynamo",
@@ -32,6 +32,7 @@ CONTEXT.set_forkserver_preload(
         "torch.distributed.tensor.parallel",
         "angular_muown.distributed.session",
         "angular_muown.kernels.sharded",
+        "tests.lab.runs",
         "tests.library.sharded",
         "tests.ranks",
         "pytest",

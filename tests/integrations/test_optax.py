@@ -236,7 +236,8 @@ def test_a_declared_stack_equals_its_matrices(transposed: bool) -> None:
     updates = []
     for name, params, gradients in ((single, [*W], [*G]), (stack, W, G)):
         transformation = with_adamw(0.1, partial(label, rules={"*": name}))
-        updates.append(transformation.update(gradients, transformation.init(params), params)[0])
+        update = jax.jit(transformation.update)
+        updates.append(update(gradients, transformation.init(params), params)[0])
     np.testing.assert_allclose(updates[1], jnp.stack(updates[0]), rtol=0, atol=1e-6)
 
 

@@ -1,6 +1,5 @@
 """Tiny runs for the tests, in processes that start fast."""
 
-import multiprocessing
 import os
 import socket
 from dataclasses import replace
@@ -12,12 +11,9 @@ import torch
 from angular_lab.config.named_runs import named_run
 from angular_lab.config.spec import ModelSpec, Spec
 from angular_lab.training.start import train
+from tests.ranks import CONTEXT as SERVER
 
 LIMIT = 120  # seconds that a test waits for its processes
-
-# One server imports torch once; its children start in milliseconds and share nothing with us.
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["tests.lab.runs"])
 
 
 def tiny(data: Path, **values: Any) -> Spec:

@@ -45,12 +45,18 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 TOLERANCE = {"float32": 1e-5, "bf16 on the wire": 2e-3, "mixed widths": 2e-3}
 TOLERANCE |= dict.fromkeys(("skinny", "skinny by the quintic"), 1e-9)
 TOLERANCE |= dict.fromkeys(("bf16 weights", "a master copy"), 2.0**-7)  # a last bit may flip
-# Four ranks run every case; two and eight ranks run only the basic ones.
+# Four ranks run every case; two and eight ranks run only the basic ones. Skinny matrices are summed
+# along their long side, whichever that is. The rest needs copies, rows and columns once.
 BASIC = ["six steps", "every layout"]
-REST = [case for case in CASES if case not in (*BASIC, "integers")]
+LONG_SIDE = ["skinny", "skinny by the quintic"]
+REST = [case for case in CASES if case not in (*BASIC, *LONG_SIDE, "integers")]
 RUNS: dict[int, list[tuple[str, str]]] = {
     2: [*product(BASIC, PLACEMENTS)],
-    4: [*product([*BASIC, "integers"], PLACEMENTS), *product(REST, MAIN_PLACEMENTS)],
+    4: [
+        *product([*BASIC, "integers"], PLACEMENTS),
+        *product(LONG_SIDE, MAIN_PLACEMENTS),
+        *product(REST, ["hsdp", "rows x columns"]),
+    ],
     8: [*product(["six steps"], PLACEMENTS), *product(["every layout"], MAIN_PLACEMENTS)],
 }
 CELLS = [(world, *run) for world, runs in RUNS.items() for run in runs]
