@@ -78,7 +78,11 @@ class Sweep:
     # -- what there is to do -------------------------------------------------------------------
 
     def trial(self, arm: Arm, value: float, seed: int) -> Trial:
-        return make_trial(self.experiment, arm, value, seed, self.data, self.runs)
+        trial = make_trial(self.experiment, arm, value, seed, self.data, self.runs)
+        before = self._record()
+        key = (arm.label, value, seed)
+        recorded = (t for t in (before.trials if before else ()) if (t.arm, t.value, t.seed) == key)
+        return next((trial.as_recorded(record) for record in recorded), trial)
 
     def grid(self, arm: Arm, extend: int = 0) -> Grid:
         """Return the arm's values on the first seed, with those that were added at an edge before.

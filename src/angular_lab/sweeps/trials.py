@@ -22,10 +22,16 @@ class PlannedRun:
     spec: Spec
     data: str  # fingerprint of the tokens
     store: Path
+    name: str | None = None  # of its folder; None: the usual one
 
     @cached_property
     def folder(self) -> Path:
-        return self.store / self.spec.folder_name(self.data)
+        return self.store / (self.name or self.spec.folder_name(self.data))
+
+    def named(self, name: str | None) -> "PlannedRun":
+        """Return the run in a numbered folder: the same settings, trained once more."""
+        is_numbered = name is not None and name.startswith(f"{self.folder.name}-")
+        return replace(self, name=name) if is_numbered else self
 
     @property
     def exists(self) -> bool:
@@ -98,6 +104,12 @@ class Trial:
             return inf
         folder = self.ends[max(self.ends)].folder
         return _final_loss(folder, (folder / "DONE").stat().st_mtime_ns)
+
+    def as_recorded(self, record: TrialRecord) -> "Trial":
+        """Return the trial with the runs that a sweep's file refers to."""
+        ends = {horizon: run.named(record.runs.get(horizon)) for horizon, run in self.ends.items()}
+        trunk = self.trunk.named(record.trunk) if self.trunk else None
+        return replace(self, ends=ends, trunk=trunk)
 
     @property
     def record(self) -> TrialRecord:

@@ -245,6 +245,19 @@ def test_trials_that_the_plan_no_longer_has_stay_listed(data: Path, tmp_path: Pa
     assert [arm.label for arm in after.arms] == ["adamw", KAPPA_1]
 
 
+def test_a_sweep_keeps_the_runs_it_refers_to(data: Path, tmp_path: Path) -> None:
+    """Runs of the same settings that were trained twice are numbered."""
+    plan = small(data, horizons=(4,), seeds=(0,), arms=small(data).arms[1:])
+    finished = sweep(plan, tmp_path)
+    (name,) = metrics(tmp_path)
+    (tmp_path / "runs" / name).rename(tmp_path / "runs" / f"{name}-2")
+    finished.path.write_text(finished.path.read_text().replace(name, f"{name}-2"))
+    before = finished.path.read_bytes()
+    sweep(plan, tmp_path)
+    assert list(metrics(tmp_path)) == [f"{name}-2"]
+    assert finished.path.read_bytes() == before
+
+
 @pytest.mark.parametrize("text", ["{", "{}", "[1]", '{"format": 2}'])
 def test_a_damaged_file_is_written_anew(data: Path, tmp_path: Path, text: str) -> None:
     plan = small(data, horizons=(4,), seeds=(0,), arms=small(data).arms[1:])
