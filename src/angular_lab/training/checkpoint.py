@@ -7,10 +7,10 @@ only tensors and plain values are unpickled.
 
 import copy
 import json
+import logging
 import os
 import pickle
 import shutil
-import sys
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +28,8 @@ from angular_lab.errors import UserError
 from angular_lab.run_folder import PREFIX, write_atomically
 from angular_lab.training.averages import Averages
 from angular_lab.training.ranks import Ranks
+
+log = logging.getLogger(__name__)
 
 HASHES = "hashes.json"
 PIECE = 16 * 2**20  # bytes; threads hash the pieces of a file side by side
@@ -220,7 +222,7 @@ def _cause(error: BaseException) -> object:
     return next(iter(failures.values()))[0] if failures else error
 
 
-class DamagedError(ValueError):
+class DamagedError(UserError):
     """A checkpoint has files that do not match their hashes."""
 
     def __init__(self, path: Path, damage: list[str], newest_good: int | None) -> None:
@@ -230,9 +232,9 @@ class DamagedError(ValueError):
             known = f"no other checkpoint in {path.parent} has hashes that match"
         super().__init__(f"checkpoint {path} is damaged: {', '.join(damage)}; {known}")
 
-    def advise(self, how: str) -> ValueError:
+    def advise(self, how: str) -> UserError:
         """Return the error with what to do; `how` has a place for the newest good step."""
-        return ValueError(
+        return UserError(
             str(self) if self.newest_good is None else f"{self}: {how.format(self.newest_good)}"
         )
 
@@ -240,7 +242,7 @@ class DamagedError(ValueError):
 def _check(path: Path, ranks: Ranks) -> None:
     if not (path / HASHES).exists():
         if ranks.first:
-            print(f"checkpoint {path} has no hashes: loaded without a check", file=sys.stderr)
+            log.warning("checkpoint %s has no hashes: loaded without a check", path)
         return
     if not (damage := _damage(path, ranks)):
         return
