@@ -30,15 +30,17 @@ RUNS = (
 PROMPT = "def "
 
 
-def demo_spec(name: str, lr: float, aux_lr: float, weight_decay: float, steps: int = 0) -> Spec:
+def demo_spec(
+    name: str, lr: float, aux_lr: float, weight_decay: float, steps: int | None = None
+) -> Spec:
     base = named_run("nano")
     optim = replace(base.optim, name=name, lr=lr, aux_lr=aux_lr, weight_decay=weight_decay)
-    steps = steps or base.steps
+    steps = base.steps if steps is None else steps
     schedule = replace(base.schedule, warmup=min(base.schedule.warmup, steps))
     return replace(base, optim=optim, steps=steps, schedule=schedule)
 
 
-def run_demo(out: Path, steps: int = 0) -> Path:
+def run_demo(out: Path, steps: int | None = None) -> Path:
     folders = []
     for name, lr, aux_lr, weight_decay in RUNS:
         log.info("\n%s, lr %g", name, lr)

@@ -49,6 +49,13 @@ def _resume(text: str) -> str | int:
         raise argparse.ArgumentTypeError(f"{text}: write auto, never or a step") from None
 
 
+def _horizons(text: str) -> list[int]:
+    try:
+        return sorted(count(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text}: write steps, separated by commas") from None
+
+
 def _train(spec: Spec, out: Path, arguments: argparse.Namespace) -> None:
     from angular_lab.training.start import train
 
@@ -84,9 +91,8 @@ def trunk(arguments: argparse.Namespace) -> None:
     from angular_lab.training.start import default_folder, train
 
     base = _spec(arguments)
-    horizons = sorted(count(text) for text in arguments.horizons.split(","))
     share = base.schedule.decay if arguments.decay is None else arguments.decay
-    starts = {horizon: branch_point(horizon, share) for horizon in horizons}
+    starts = {horizon: branch_point(horizon, share) for horizon in arguments.horizons}
     spec = trunk_spec(base, list(starts.values()))
     out: Path = arguments.out or default_folder(spec)
     models = Models()  # one for all: compiled once, branch points in memory
@@ -180,7 +186,8 @@ def add_commands(add: Add) -> None:
             sub.add_argument("--at", type=count, required=True, help="step to start from")
             sub.add_argument("--decay", type=count, required=True, help="steps of the cooldown")
         if name == "trunk":
-            sub.add_argument("--horizons", required=True, help="steps, separated by commas")
+            sub.add_argument("--horizons", type=_horizons, required=True, metavar="STEPS,STEPS",
+                             help="where the cooldowns end")  # fmt: skip
             sub.add_argument("--decay", type=float, help="share of each; default: the run's own")
     _add_uses(add)
 

@@ -9,6 +9,8 @@ from angular_lab.errors import UserError
 
 def branch_point(horizon: int, share: float) -> int:
     """Return the step at which a cooldown over a share of the steps to `horizon` starts."""
+    if not 0 < share < 1:
+        raise UserError(f"a cooldown over {share:g} of the steps: it must be between 0 and 1")
     start = horizon - round(share * horizon)
     if not 0 < start < horizon:
         raise UserError(

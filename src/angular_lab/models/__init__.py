@@ -30,5 +30,7 @@ def _check_sizes(spec: ModelSpec) -> None:
         if value is not None and value < 1:
             unset = ", or none" if key in ("kv_heads", "mlp") else ""
             raise UserError(f"model.{key}={value}: it must be at least 1{unset}")
+    if not spec.init_std >= 0:
+        raise UserError(f"model.init_std={spec.init_std:g}: it must be at least 0")
     if spec.soft_cap is not None and not spec.soft_cap > 0:
         raise UserError(f"model.soft_cap={spec.soft_cap:g}: it must be above 0, or none")

@@ -129,17 +129,17 @@ def make_optimizer(model: LanguageModel, spec: Spec) -> torch.optim.Optimizer:
             f"schedule.fall={spec.schedule.fall:g} is for the learning rate of matrices, and "
             "optim.name=adamw has one for all: leave it at 0"
         )
-    if o.name == "adamw":
-        return torch.optim.AdamW(
-            [_plain(group, o.weight_decay) for group in groups],
-            lr=o.lr, betas=(o.beta1, o.beta2), fused=fused,
-        )  # fmt: skip
     for group in groups:
         if group["algorithm"] == "adamw":
             group["fused"] = fused
     try:
+        if o.name == "adamw":
+            return torch.optim.AdamW(
+                [_plain(group, o.weight_decay) for group in groups],
+                lr=o.lr, betas=(o.beta1, o.beta2), fused=fused,
+            )  # fmt: skip
         return OPTIMIZERS[o.name](groups, **_arguments(OPTIMIZERS[o.name], spec))
-    except ValueError as error:  # a value of the spec that the library refuses
+    except ValueError as error:  # a value of the spec that the optimizer rejects
         raise UserError(f"optim: {error}") from error
 
 

@@ -221,7 +221,7 @@ def _cause(error: BaseException) -> object:
     return next(iter(failures.values()))[0] if failures else error
 
 
-class DamagedError(ValueError):
+class DamagedError(UserError):
     """A checkpoint has files that do not match their hashes."""
 
     def __init__(self, path: Path, damage: list[str], newest_good: int | None) -> None:
@@ -231,16 +231,16 @@ class DamagedError(ValueError):
             known = f"no other checkpoint in {path.parent} has hashes that match"
         super().__init__(f"checkpoint {path} is damaged: {', '.join(damage)}; {known}")
 
-    def advise(self, how: str) -> ValueError:
+    def advise(self, how: str) -> UserError:
         """Return the error with advice; `how` has a placeholder for the newest good step."""
-        return ValueError(
+        return UserError(
             str(self) if self.newest_good is None else f"{self}: {how.format(self.newest_good)}"
         )
 
 
 def _check(path: Path, ranks: Ranks) -> None:
     if not (path / HASHES).exists():
-        log.info("checkpoint %s has no hashes: loaded without a check", path)
+        log.warning("checkpoint %s has no hashes: loaded without a check", path)
         return
     if not (damage := _damage(path, ranks)):
         return
