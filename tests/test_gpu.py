@@ -1,6 +1,5 @@
 """Tests that need a GPU; run them with `pytest -m gpu`."""
 
-import shutil
 from dataclasses import replace
 
 import pytest
@@ -8,12 +7,13 @@ import torch
 from torch import nn
 
 from angular_lab.config.named_runs import named_run
-from angular_lab.training import checkpoint, trainer
 from angular_lab.training import recorded_passes as passes
+from angular_lab.training import trainer
 from angular_lab.training.build import Models
 from angular_lab.training.nonfinite import OnHost
 from angular_lab.training.start import train
 from angular_muown import AngularMuown
+from tests.lab.runs import stopped_copy
 from tests.library.family import MEMBERS, noise, parameter
 
 pytestmark = [
@@ -104,17 +104,14 @@ def test_recorded_passes_are_bit_identical_when_resumed_or_with_a_shared_model(t
     base = replace(named_run("nano"), steps=24, eval_every=8, save_every=8, precision="bf16")
     spec = replace(base, compile=True, keep=9)
     train(spec, tmp_path / "whole")
-    train(spec, tmp_path / "cut")
-    shutil.rmtree(checkpoint.step_folder(tmp_path / "cut" / "checkpoints", 24))
-    (tmp_path / "cut" / "DONE").unlink()
-    train(spec, tmp_path / "cut", resume=True)
+    train(spec, stopped_copy(tmp_path / "whole", tmp_path / "resumed", 16), resume=True)
     models = Models()
     train(replace(spec, seed=1), tmp_path / "other", models=models)
     train(spec, tmp_path / "second", models=models)
     whole, *others = (
         (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        for name in ("whole", "cut", "second")
+        for name in ("whole", "resumed", "second")
     )
-    for name, other in zip(("cut", "second"), others, strict=True):
+    for name, other in zip(("resumed", "second"), others, strict=True):
         differences = [pair for pair in zip(whole, other, strict=True) if pair[0] != pair[1]]
         assert not differences, (name, differences[0])

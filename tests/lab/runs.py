@@ -1,6 +1,7 @@
 """Tiny runs for the tests, in processes that start fast."""
 
 import os
+import shutil
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 
 from angular_lab.config.named_runs import named_run
 from angular_lab.config.spec import ModelSpec, Spec
+from angular_lab.training import checkpoint
 from angular_lab.training.start import train
 from tests.ranks import CONTEXT as SERVER
 
@@ -64,6 +66,15 @@ def wait_all(processes: list[Any]) -> None:
     finally:
         for process in processes:
             process.kill()
+
+
+def stopped_copy(finished: Path, out: Path, step: int) -> Path:
+    """Copy a finished run as if it had been killed after its checkpoint at `step`."""
+    shutil.copytree(finished, out)
+    (out / "DONE").unlink()
+    checkpoint.drop_after(out / "checkpoints", step)
+    assert step in checkpoint.steps(out / "checkpoints")
+    return out
 
 
 def lines(out: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Damaged checkpoints: found before they are loaded, with the newest good step in the message."""
+"""Damaged checkpoints are detected before they are loaded; the message names a good step."""
 
 import json
 import shutil
@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from angular_lab.cli.main import main
+from angular_lab.log import configure_logging
 from angular_lab.run_folder import RunFolder
 from angular_lab.sample import load_run
 from angular_lab.training import checkpoint
 from angular_lab.training.start import branch_spec, train
 from tests.lab.cli.test_cli import SMALL
-from tests.lab.runs import LIMIT, free_port, lines, start, tiny, train_on
+from tests.lab.runs import LIMIT, free_port, lines, start, stopped_copy, tiny, train_on
 
 FILES = ["__0_0.distcp", ".metadata"]
 
@@ -30,18 +31,15 @@ def _flip_bit(path: Path) -> None:
 
 
 @pytest.fixture
-def run(data, tmp_path) -> Path:
+def run(whole, tmp_path) -> Path:
     """A run of 12 steps with checkpoints at 4, 8 and 9 that was killed after step 9."""
-    out = tmp_path / "run"
-    train(tiny(data, keep=9), out, device="cpu")
-    shutil.rmtree(_folder(out, 12))
-    (out / "DONE").unlink()
+    out = stopped_copy(whole, tmp_path / "run", 9)
     assert checkpoint.steps(out / "checkpoints") == [4, 8, 9]
     return out
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_flipped_bit_is_found_and_the_newest_good_step_named(data, run, name) -> None:
+def test_a_flipped_bit_is_detected_and_the_newest_good_step_named(data, run, name) -> None:
     for step in (8, 9):
         _flip_bit(_folder(run, step) / name)
     before = lines(run)
@@ -53,7 +51,7 @@ def test_a_flipped_bit_is_found_and_the_newest_good_step_named(data, run, name) 
     assert checkpoint.steps(run / "checkpoints") == [4, 8, 9]
 
 
-def test_a_file_that_is_missing_or_shorter_is_found(run) -> None:
+def test_a_file_that_is_missing_or_shorter_is_detected(run) -> None:
     part = _folder(run, 9) / "__0_0.distcp"
     part.write_bytes(part.read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"damaged: __0_0.distcp does not match its hash"):
@@ -69,27 +67,25 @@ def test_hashes_that_cannot_be_read_are_damage(run) -> None:
         load_run(run)
 
 
-def test_a_run_without_a_good_checkpoint_says_so(run) -> None:
+def test_a_run_without_a_good_checkpoint_is_reported(run) -> None:
     for step in (4, 8, 9):
         _flip_bit(_folder(run, step) / "__0_0.distcp")
     with pytest.raises(ValueError, match=r"no other checkpoint in .* has hashes that match"):
         load_run(run)
 
 
-def test_resuming_at_a_step_replaces_what_came_after_it(data, run, tmp_path) -> None:
-    train(tiny(data, keep=9), tmp_path / "whole", device="cpu")
+def test_resuming_at_a_step_replaces_what_came_after_it(data, run, whole) -> None:
     _flip_bit(_folder(run, 9) / "__0_0.distcp")
     train(tiny(data, keep=9), run, resume=True, resume_step=8, device="cpu")
-    assert lines(run) == lines(tmp_path / "whole")
+    assert lines(run) == lines(whole)
     assert checkpoint.steps(run / "checkpoints") == [4, 8, 9, 12]
     load_run(run, step=9)
 
 
 def test_a_kill_after_resuming_at_a_step_leaves_no_gap_in_the_log(
-    data, run, tmp_path, monkeypatch
+    data, run, whole, monkeypatch
 ) -> None:
     """The next resume must not find the later checkpoint whose log lines are gone."""
-    train(tiny(data, keep=9), tmp_path / "whole", device="cpu")
     (run / "DONE").touch()
     with monkeypatch.context() as patch:
         patch.setattr("angular_lab.training.trainer.Trainer.train", lambda self: None)
@@ -97,7 +93,7 @@ def test_a_kill_after_resuming_at_a_step_leaves_no_gap_in_the_log(
     assert checkpoint.steps(run / "checkpoints") == [4]
     assert not RunFolder(run).done
     train(tiny(data, keep=9), run, resume=True, device="cpu")
-    assert lines(run) == lines(tmp_path / "whole")
+    assert lines(run) == lines(whole)
 
 
 def test_a_kill_while_a_checkpoint_is_removed_leaves_no_half(data, run, monkeypatch) -> None:
@@ -110,14 +106,13 @@ def test_a_kill_while_a_checkpoint_is_removed_leaves_no_half(data, run, monkeypa
     assert not list((run / "checkpoints").glob(".*"))
 
 
-def test_a_finished_run_can_be_resumed_at_a_step(data, tmp_path) -> None:
+def test_a_finished_run_can_be_resumed_at_a_step(data, whole, tmp_path) -> None:
     out = tmp_path / "run"
-    train(tiny(data), out, device="cpu")
-    before = lines(out)
+    shutil.copytree(whole, out)
     _flip_bit(_folder(out, 12) / "__0_0.distcp")
-    train(tiny(data), out, resume=True, resume_step=9, device="cpu")
+    train(tiny(data, keep=9), out, resume=True, resume_step=9, device="cpu")
     assert RunFolder(out).done
-    assert lines(out) == before
+    assert lines(out) == lines(whole)
     load_run(out)
 
 
@@ -155,7 +150,7 @@ def test_a_step_can_be_chosen_for_sampling(run) -> None:
 def test_a_new_run_cannot_resume_at_a_step(data, tmp_path) -> None:
     with pytest.raises(ValueError, match="no checkpoint at step 4; it has none"):
         train(tiny(data), tmp_path / "run", resume=True, resume_step=4, device="cpu")
-    assert not (tmp_path / "run").exists()
+    assert not RunFolder(tmp_path / "run").started
 
 
 def test_a_branch_from_a_damaged_step_names_a_good_one(data, run, tmp_path) -> None:
@@ -165,12 +160,12 @@ def test_a_branch_from_a_damaged_step_names_a_good_one(data, run, tmp_path) -> N
         train(spec, tmp_path / "branch", device="cpu")
 
 
-def test_checkpoints_without_hashes_still_load(data, run, tmp_path, capsys) -> None:
+def test_checkpoints_without_hashes_still_load(data, run, whole, capsys) -> None:
     """Earlier versions saved none."""
-    train(tiny(data, keep=9), tmp_path / "whole", device="cpu")
     (_folder(run, 9) / checkpoint.HASHES).unlink()
+    configure_logging()
     train(tiny(data, keep=9), run, resume=True, device="cpu")
-    assert lines(run) == lines(tmp_path / "whole")
+    assert lines(run) == lines(whole)
     assert "step_00000009 has no hashes: loaded without a check" in capsys.readouterr().err
 
 
@@ -214,7 +209,7 @@ def test_a_file_that_the_disk_cannot_read_is_damage(run, monkeypatch) -> None:
         load_run(run)
 
 
-def test_a_record_of_a_stop_goes_when_the_run_cannot_continue(data, run) -> None:
+def test_the_record_of_a_stop_is_removed_when_the_run_cannot_continue(data, run) -> None:
     """A script that requeues stopped runs would try it again and again."""
     RunFolder(run).record_stop(75, 9)
     _flip_bit(_folder(run, 9) / FILES[0])

@@ -6,7 +6,6 @@ takes longer than a run.
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,7 +17,7 @@ import torch
 
 from angular_lab.config.spec import Spec
 from angular_lab.training.start import train
-from tests.lab.runs import LIMIT, SERVER, free_port, lines, tiny, wait_all
+from tests.lab.runs import LIMIT, SERVER, free_port, lines, stopped_copy, tiny, wait_all
 
 STEPS, MIDDLE = 16, 8
 Jobs = dict[str, tuple[Spec, Path]]  # runs by name: settings and folder
@@ -71,16 +70,6 @@ def train_on(world: int, jobs: Jobs) -> dict[str, Path]:
     return {name: out for name, (_, out) in jobs.items()}
 
 
-def cut_copy(finished: Path, out: Path, step: int = MIDDLE) -> Path:
-    """Copy a finished run as if it had been stopped after `step`."""
-    shutil.copytree(finished, out)
-    (out / "DONE").unlink()
-    for path in (out / "checkpoints").iterdir():
-        if int(path.name.split("_")[1]) > step:
-            shutil.rmtree(path)
-    return out
-
-
 def set_tensor(out: Path, tensor: int) -> None:
     """One process cannot start a run with tensor > 1, but four may resume what it started."""
     content = json.loads((out / "spec.json").read_text())
@@ -124,7 +113,7 @@ def on_four(
 ) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("four")
     jobs: Jobs = {name: (spec_of(data, **way), folder / name) for name, way in ON_FOUR.items()}
-    resumed = cut_copy(alone["uneven fsdp on 1"], folder / "resumed", step=3)
+    resumed = stopped_copy(alone["uneven fsdp on 1"], folder / "resumed", 3)
     set_tensor(resumed, 2)
     jobs["uneven, from 1 to 4"] = tiny(data, parallel="fsdp", tensor=2, **UNEVEN), resumed
     return train_on(4, jobs)
@@ -145,8 +134,8 @@ def on_two(
     for name in OPTIMIZERS:
         jobs[name] = with_optimizer(data, name), folder / name
     fsdp = spec_of(data, parallel="fsdp")
-    jobs["from 4 to 2"] = fsdp, cut_copy(on_four["fsdp on 4"], folder / "from4")
-    jobs["from 1 to 2"] = fsdp, cut_copy(alone["fsdp on 1"], folder / "from1")
+    jobs["from 4 to 2"] = fsdp, stopped_copy(on_four["fsdp on 4"], folder / "from4", MIDDLE)
+    jobs["from 1 to 2"] = fsdp, stopped_copy(alone["fsdp on 1"], folder / "from1", MIDDLE)
     return train_on(2, jobs)
 
 
@@ -167,7 +156,7 @@ def test_losses_do_not_depend_on_the_ranks(runs: dict[str, Path], name: str) -> 
 def test_one_process_resumes_what_ranks_started(
     data: Path, tmp_path: Path, runs: dict[str, Path], name: str
 ) -> None:
-    out = cut_copy(runs[name], tmp_path / "run")
+    out = stopped_copy(runs[name], tmp_path / "run", MIDDLE)
     train(spec_of(data, **{**ON_TWO, **ON_FOUR}[name]), out, resume=True)
     assert curve(out) == pytest.approx(curve(runs["plain"]), abs=1e-5)
 

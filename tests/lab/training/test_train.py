@@ -16,31 +16,29 @@ from angular_lab.training import build, checkpoint
 from angular_lab.training.ranks import Ranks
 from angular_lab.training.start import branch_spec, train
 from angular_lab.training.trainer import Trainer
-from tests.lab.runs import LIMIT, lines, start, tiny
+from tests.lab.runs import LIMIT, lines, start, stopped_copy, tiny
 
 KILLS = 10
 
 
-def test_the_same_spec_gives_the_same_bytes(data, tmp_path) -> None:
-    for name in ("a", "b"):
-        train(tiny(data), tmp_path / name)
-    assert lines(tmp_path / "a") == lines(tmp_path / "b")
-    steps = [json.loads(line)["step"] for line in lines(tmp_path / "a")]
+def test_the_same_spec_gives_the_same_bytes(data, tmp_path, whole) -> None:
+    train(tiny(data), tmp_path / "again")
+    assert lines(tmp_path / "again") == lines(whole)
+    steps = [json.loads(line)["step"] for line in lines(whole)]
     assert steps == list(range(1, 13))
-    train(tiny(data, seed=1), tmp_path / "c")
-    assert lines(tmp_path / "a") != lines(tmp_path / "c")
+    train(tiny(data, seed=1), tmp_path / "other")
+    assert lines(tmp_path / "other") != lines(whole)
 
 
-def test_a_line_has_the_keys_that_scripts_rely_on(data, tmp_path) -> None:
-    train(tiny(data), tmp_path / "run")
-    parsed = [json.loads(line) for line in lines(tmp_path / "run")]
+def test_a_line_has_the_keys_that_scripts_rely_on(whole) -> None:
+    parsed = [json.loads(line) for line in lines(whole)]
     assert all({"step", "tokens", "loss", "lr"} <= line.keys() for line in parsed)
     assert [line["step"] for line in parsed if "val_loss" in line] == [4, 8, 12]
     assert [line["step"] for line in parsed if "angle_mean" in line] == [3, 6, 9, 12]
     assert parsed[-1]["tokens"] == 12 * 4 * 32
     last = parsed[-1]
     assert {"val_perplexity", "val_bits_per_byte"} <= last.keys()
-    timing = [json.loads(x) for x in (tmp_path / "run" / "timing.jsonl").read_text().splitlines()]
+    timing = [json.loads(x) for x in (whole / "timing.jsonl").read_text().splitlines()]
     assert [line["step"] for line in timing] == [line["step"] for line in parsed]
 
 
@@ -128,15 +126,12 @@ def _wait_for(condition, process) -> None:
         time.sleep(0.001)
 
 
-def test_an_unfinished_last_line_is_dropped(data, tmp_path) -> None:
-    out = tmp_path / "run"
-    train(tiny(data), tmp_path / "whole")
-    train(tiny(data, steps=12), out)
-    (out / "DONE").unlink()
+def test_an_unfinished_last_line_is_dropped(data, tmp_path, whole) -> None:
+    out = stopped_copy(whole, tmp_path / "run", 9)
     with open(out / "metrics.jsonl", "a") as file:
         file.write('{"step": 13, "lo')
-    train(tiny(data), out, resume=True)
-    assert lines(out) == lines(tmp_path / "whole")
+    train(tiny(data, keep=9), out, resume=True)
+    assert lines(out) == lines(whole)
 
 
 def test_a_branch_at_the_end_of_the_trunk_is_the_straight_run(data, tmp_path) -> None:
@@ -153,10 +148,9 @@ def test_a_branch_at_the_end_of_the_trunk_is_the_straight_run(data, tmp_path) ->
     assert lines(tmp_path / "trunk")[:6] + lines(tmp_path / "to8") == lines(tmp_path / "short")
 
 
-def test_the_learning_rate_warms_up_stays_and_cools_down(data, tmp_path) -> None:
+def test_the_learning_rate_warms_up_stays_and_cools_down(whole) -> None:
     """Two steps of warmup and a quarter of the run to zero: by hand."""
-    train(tiny(data), tmp_path / "run")
-    rates = [json.loads(line)["lr"] / 0.02 for line in lines(tmp_path / "run")]
+    rates = [json.loads(line)["lr"] / 0.02 for line in lines(whole)]
     assert rates == pytest.approx([1 / 3, 2 / 3, *[1.0] * 7, 3 / 4, 2 / 4, 1 / 4])
 
 
@@ -189,15 +183,14 @@ def test_the_newest_and_the_pinned_checkpoints_stay(data, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("micro_batch", [1, 3])
-def test_accumulated_micro_batches_equal_the_batch(data, tmp_path, micro_batch) -> None:
-    train(tiny(data), tmp_path / "whole")
+def test_accumulated_micro_batches_equal_the_batch(data, tmp_path, micro_batch, whole) -> None:
     train(tiny(data, micro_batch=micro_batch), tmp_path / "parts")
-    for a, b in zip(lines(tmp_path / "whole"), lines(tmp_path / "parts"), strict=True):
+    for a, b in zip(lines(whole), lines(tmp_path / "parts"), strict=True):
         assert json.loads(a)["loss"] == pytest.approx(json.loads(b)["loss"], abs=1e-5)
 
 
 def test_sigterm_saves_the_current_step(data, tmp_path) -> None:
-    spec = tiny(data, steps=200, save_every=1000, eval_every=1000)
+    spec = tiny(data, steps=60, save_every=None, eval_every=None)
     out = tmp_path / "run"
     process = start(spec, out)
     _wait_for(lambda: _progress(out) > 3, process)
