@@ -27,7 +27,7 @@ from angular_lab.sweeps.trials import PlannedRun, Trial, make_trial
 from angular_lab.training.build import Models
 from angular_lab.training.nonfinite import NotFinite
 from angular_lab.training.signals import Preempted, Sigterm
-from angular_lab.training.start import STDLIB, fingerprint, prepared_data, train
+from angular_lab.training.start import STDLIB, data_id, train
 
 FAILED = ".failed"
 WAIT = 0.5  # seconds between looks at runs that other processes make
@@ -70,7 +70,7 @@ class Sweep:
         self.experiment, self.device = experiment, device
         self.name = name or f"{experiment.name}-{experiment.scale}"
         self.path, self.runs = out / SWEEPS / f"{self.name}.json", out / RUNS
-        self.data = fingerprint(prepared_data(experiment.arms[0].spec))
+        self.data = data_id(experiment.arms[0].spec)
         self.until, self.extend = inf, 0
         self.models = Models()
         self.marks: Path | None = None  # where processes that share the work mark what failed

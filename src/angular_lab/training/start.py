@@ -53,7 +53,7 @@ def data_folder(spec: Spec, ranks: Ranks) -> Path:
 
 def default_folder(spec: Spec) -> Path:
     """Return the run's folder in the store of the working directory."""
-    return Path(RUNS) / spec.folder_name(fingerprint(prepared_data(spec)))
+    return Path(RUNS) / spec.folder_name(data_id(spec))
 
 
 def train(
@@ -154,9 +154,15 @@ def _take_steps(trainer: Trainer) -> None:
 
 
 def fingerprint(data: Path) -> str:
-    """Return what identifies the tokens of a folder; its path for shards without a manifest."""
+    """Return the fingerprint of a folder's tokens; "" for shards without a manifest."""
     manifest = Manifest.load(data)
-    return manifest.fingerprint if manifest else str(data.resolve())
+    return manifest.fingerprint if manifest else ""
+
+
+def data_id(spec: Spec) -> str:
+    """Return what identifies the run's tokens in a digest: their path if they have no fingerprint."""
+    data = prepared_data(spec)
+    return fingerprint(data) or str(data.resolve())
 
 
 def versions(ranks: Ranks) -> dict[str, str]:
