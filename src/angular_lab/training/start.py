@@ -160,7 +160,7 @@ def fingerprint(data: Path) -> str:
 
 
 def data_id(spec: Spec) -> str:
-    """Return what identifies the run's tokens in a digest: their path if they have no fingerprint."""
+    """Return what identifies the tokens in a digest: their path if they have no fingerprint."""
     data = prepared_data(spec)
     return fingerprint(data) or str(data.resolve())
 
@@ -221,7 +221,8 @@ def _check_resumable(spec: Spec, run: RunFolder, resume: bool) -> None:
     before = run.read_spec().with_dashboard_of(spec)
     if spec.parent and before.parent and _same_parent(run, before, spec):
         before = replace(before, parent=spec.parent)
-    if before.data != spec.data and run.info.data == fingerprint(data_place(spec)):
+    stored = run.info.data
+    if before.data != spec.data and stored and stored == fingerprint(data_place(spec)):
         before = replace(before, data=spec.data)
     changes = [
         f"{key}={as_typed(get(before, key))} (now {as_typed(get(spec, key))})"
