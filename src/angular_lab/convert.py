@@ -56,12 +56,12 @@ def convert(sources: Sequence[Path], out: Path) -> str:
     sweeps = sorted({path for source in sources for path in source.rglob(OLD_FILE)})
     if not runs:
         raise UserError(f"{', '.join(map(str, sources))}: no run of the first edition is there")
-    names = _new_names(runs, {path.parent for path in sweeps})
+    names = _new_names(runs, {path.parent for path in sweeps}, out / RUNS)
     for folder, name in names.items():
         _write_run(runs[folder], names, out / RUNS / name)
     for path in sweeps:
         record = _sweep(path, names, runs)
-        record.write(out / SWEEPS / f"{record.experiment}-{record.scale}.json")
+        _write_sweep(record, out / SWEEPS)
     return (
         f"{len({*names.values()})} runs and {len(sweeps)} sweeps in {out}; "
         f"{len(runs) - len({*names.values()})} copies became references"
@@ -73,8 +73,8 @@ def _runs(source: Path) -> Iterator[OldRun]:
         content = json.loads(path.read_text())
         if "format" not in content:
             spec = convert_spec(content["spec"])
-            keys = ("versions", "git", "data")
-            info = RunInfo(spec, *(content.get(key, {}) for key in keys))
+            described = content.get("versions", {}), content.get("git", {})
+            info = RunInfo(spec, *described, data=content.get("data", ""))
             yield OldRun(path.parent, info, content.get("made_in", ""))
 
 
@@ -98,18 +98,18 @@ def convert_spec(values: dict[str, Any]) -> Spec:
     return Spec.from_dict(values)
 
 
-def _new_names(runs: dict[Path, OldRun], sweeps: set[Path]) -> dict[Path, str]:
+def _new_names(runs: dict[Path, OldRun], sweeps: set[Path], store: Path) -> dict[Path, str]:
     """Return the new name of every folder. Runs of sweeps are named by their digest, others keep
-    their names. Copies take the name of their original."""
-    by_place = {f"{folder.parent.name}/{folder.name}": folder for folder in runs}
+    their names. Copies take the name of their original; runs that the store has stay there."""
     names: dict[Path, str] = {}
-    originals: dict[str, Path] = {}
+    originals = {path.parent.name: path.parent for path in store.glob(f"*/{SPEC}")}
 
     def name(folder: Path) -> str:
         if folder in names:
             return names[folder]
         run = runs[folder]
-        original = by_place.get(run.copy_of)
+        place = folder.parent.parent / run.copy_of
+        original = place if run.copy_of and place in runs else None
         spec, data = run.info.spec, run.info.data
         chosen = spec.folder_name(data) if folder.parent in sweeps else folder.name
         if original is not None and original != folder:
@@ -142,7 +142,8 @@ def _write_run(run: OldRun, names: dict[Path, str], target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for path in run.folder.iterdir():
         if path.is_dir():
-            shutil.copytree(path, target / path.name, copy_function=_link, dirs_exist_ok=True)
+            copy = _link if path.name == "checkpoints" else shutil.copy2
+            shutil.copytree(path, target / path.name, copy_function=copy, dirs_exist_ok=True)
         elif path.name not in (SPEC, "LOCK"):
             shutil.copy2(path, target / path.name)
     spec = run.info.spec
@@ -153,10 +154,22 @@ def _write_run(run: OldRun, names: dict[Path, str], target: Path) -> None:
 
 
 def _link(source: str, target: str) -> None:
+    """Link a file, which an interrupted conversion may have done before."""
+    Path(target).unlink(missing_ok=True)
     try:
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)
+
+
+def _write_sweep(record: SweepRecord, folder: Path) -> None:
+    """Write a sweep's file, numbered if there is another of the same experiment and scale."""
+    name = f"{record.experiment}-{record.scale}"
+    paths = [folder / f"{name}.json", *(folder / f"{name}-{i}.json" for i in range(2, 100))]
+    for path in paths:
+        if not path.exists() or SweepRecord.read(path) == record:
+            record.write(path)
+            return
 
 
 # -- sweeps ------------------------------------------------------------------------------------
@@ -232,7 +245,7 @@ def _trial(
     entry: dict[str, Any], label: str, ends: dict[str, str], root: Path, names: dict[Path, str]
 ) -> TrialRecord:
     trunk = next(name.removesuffix(f"-to{h}") for h, name in entry["folders"].items())
-    has_trunk = len(entry["folders"]) > 1
+    has_trunk = len(entry["folders"]) > 1 or "longer" in entry
     return TrialRecord(
         arm=label,
         value=float(entry["value"]),

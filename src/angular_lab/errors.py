@@ -1,4 +1,4 @@
-"""Errors that a user can mend. Everything else is a bug and shows its traceback."""
+"""Errors that a user can fix. Everything else is a bug and shows its traceback."""
 
 
 class UserError(ValueError):

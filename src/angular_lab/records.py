@@ -1,6 +1,7 @@
 """Frozen dataclasses from JSON: the other direction of `dataclasses.asdict`."""
 
 from dataclasses import is_dataclass
+from functools import cache
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
@@ -9,8 +10,11 @@ T = TypeVar("T")
 def from_json(kind: type[T], values: dict[str, Any]) -> T:
     """Build a dataclass: lists become tuples, objects the dataclasses that the fields declare.
     Raises TypeError for a key that is not a field, or a missing one without a default."""
-    hints = get_type_hints(kind)
+    hints = _hints(kind)
     return kind(**{key: _convert(hints.get(key), value) for key, value in values.items()})
+
+
+_hints = cache(get_type_hints)  # slow, and called for every run of a sweep
 
 
 def _convert(hint: Any, value: Any) -> Any:

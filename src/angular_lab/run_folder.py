@@ -37,6 +37,8 @@ STOPPED, DIVERGED = "STOPPED", "DIVERGED"
 PREFIX = "step_"  # of a checkpoint's folder
 FORMAT = 2  # of spec.json
 CONVERT = "angular-lab convert-runs"
+# what a damaged JSON file may raise when it is read
+DAMAGED = (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True)
@@ -54,15 +56,25 @@ class RunInfo:
         path = folder / SPEC
         try:
             content = json.loads(path.read_text())
-            if content.get("format") != FORMAT:
+            if "format" not in content:
                 raise UserError(
                     f"{folder} was written by an earlier version: convert it with {CONVERT} "
                     f"{folder} --out STORE"
                 )
+            if content["format"] != FORMAT:
+                raise UserError(
+                    f"{path} has format {content['format']}; this version reads {FORMAT}"
+                )
             return from_json(RunInfo, content)
         except FileNotFoundError:
             raise UserError(f"{folder} is not a run folder: it has no {SPEC}") from None
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        except (
+            json.JSONDecodeError,
+            UnicodeDecodeError,
+            KeyError,
+            TypeError,
+            AttributeError,
+        ) as error:
             raise UserError(f"{path} cannot be read: {error}") from None
 
     def write(self, folder: Path) -> None:
@@ -216,7 +228,9 @@ class RunFolder:
         """Remove the lines logged after `step`: the run is about to take those steps again."""
         for path in (self.metrics_path, self.timing_path):
             if path.exists():
-                lines = [text for text, line in _lines(path, _refuse) if line["step"] <= step]
+                lines = [
+                    text for text, line in _lines(path, _refuse) if line.get("step", 0) <= step
+                ]
                 write_atomically(path, "".join(lines))
 
     # -- how it ended --------------------------------------------------------------------------
@@ -327,7 +341,8 @@ def parent_folder(folder: Path, spec: Spec) -> Path:
     assert spec.parent is not None
     given = Path(spec.parent)
     sibling = folder.parent / given.name
-    return given if len(given.parts) > 1 and given.exists() else sibling
+    is_name = len(given.parts) == 1
+    return given if given.exists() and not (is_name and sibling.exists()) else sibling
 
 
 def read_run(folder: Path, warnings: list[str]) -> Run | None:

@@ -127,6 +127,23 @@ def test_runs_trained_twice_are_both_kept(old: Path, tmp_path: Path) -> None:
     assert second.removesuffix("-2") in names
 
 
+def test_conversions_into_one_store_add_up(old: Path, tmp_path: Path) -> None:
+    """A second call keeps what is there: the same runs once, others under numbered names."""
+    convert([old], tmp_path / "new")
+    before = sorted(path.name for path in (tmp_path / "new" / "runs").iterdir())
+    convert([old], tmp_path / "new")
+    assert sorted(path.name for path in (tmp_path / "new" / "runs").iterdir()) == before
+    (old / "single" / "metrics.jsonl").write_text('{"step": 8, "tokens": 256}\n')
+    sweep = old / "teaser-nano" / "sweep.json"
+    content = json.loads(sweep.read_text())
+    sweep.write_text(json.dumps({**content, "seeds": [0]}))
+    convert([old], tmp_path / "new")
+    after = {path.name for path in (tmp_path / "new" / "runs").iterdir()}
+    assert after - {*before} == {"single-2"}
+    names = sorted(path.name for path in (tmp_path / "new" / "sweeps").iterdir())
+    assert names == ["concurrent-nano.json", "teaser-nano-2.json", "teaser-nano.json"]
+
+
 def test_the_old_layout_names_the_command_that_converts_it(
     old: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

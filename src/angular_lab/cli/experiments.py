@@ -71,7 +71,7 @@ def _print_outcome(sweep: "Sweep") -> None:
 
 def _outcome(best: BestRate | None, seed: int) -> str:
     if best is None:
-        return "every value diverged: --extend N tries smaller ones"
+        return "every value diverged; --extend N tries smaller ones where there are several"
     # a single value is at both ends: there is no grid, no choice and no edge to report
     choice = ", which chose it" if len(best.extend) < 2 else ""
     edge = f", at the grid's edge: {best.extend[0]}" if len(best.extend) == 1 else ""

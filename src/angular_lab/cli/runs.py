@@ -99,8 +99,9 @@ def trunk(arguments: argparse.Namespace) -> None:
     with _stoppable():
         train(spec, out, True, arguments.device, models=models)
         for horizon, start in starts.items():
-            folder = out.with_name(f"{out.name}-to{horizon}")
             cooldown = cooldown_spec(spec, str(out), start, horizon)
+            named = out.with_name(f"{out.name}-to{horizon}")
+            folder = named if arguments.out else default_folder(cooldown)
             train(cooldown, folder, True, arguments.device, models=models)
             _print_folder(folder)
 

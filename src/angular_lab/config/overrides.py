@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
 from difflib import get_close_matches
+from math import isfinite
 from types import NoneType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -73,7 +74,7 @@ def count(text: str) -> int:
     units = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
     unit = units.get(text[-1:].lower())
     number = float(text[:-1]) * unit if unit else float(text.replace("_", ""))
-    if number != int(number):
+    if not isfinite(number) or number != int(number):
         raise ValueError(f"{text} is not an integer")
     return int(number)
 

@@ -7,6 +7,7 @@ A variant is `dataclasses.replace`; the command line sets `key=value` with dotte
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from math import inf
 from typing import Any
 
 from angular_lab.errors import UserError
@@ -135,7 +136,7 @@ class Spec:
                 off = ", or none" if getattr(Spec, key, None) is None or "every" in key else ""
                 raise UserError(f"{key}={value}: it must be at least {low}{off}")
         for window in self.average:
-            if not (0 < window < 1 or (window > 1 and window == int(window))):
+            if not (0 < window < 1 or (1 < window < inf and window == int(window))):
                 raise UserError(
                     f"average={_text(self.average)}: give windows of at least 2 steps, or shares "
                     "of the steps between 0 and 1; a window of 1 would be the weights themselves"
@@ -248,8 +249,8 @@ class Spec:
 # setting counts unless it is added here.
 IRRELEVANT = {
     "name", "data", "steps", "micro_batch", "eval_every", "save_every", "keep", "pins",
-    "log_every", "angle_every", "compile", "deterministic", "parallel", "loggers", "parent",
-    "parent_step", "schedule.kind", "schedule.decay", "schedule.decay_steps",
+    "log_every", "angle_every", "compile", "deterministic", "parallel", "tensor", "loggers",
+    "parent", "parent_step", "schedule.kind", "schedule.decay", "schedule.decay_steps",
     "dashboard.project", "dashboard.entity", "dashboard.group", "dashboard.tags",
 }  # fmt: skip
 

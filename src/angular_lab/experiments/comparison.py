@@ -40,7 +40,7 @@ def teaser(scale: str) -> Experiment:
 
 
 def angles(scale: str) -> Experiment:
-    spec = replace(base(scale), angle_every={"paper": 20, "s": 50, "nano": 5}[scale])
+    spec = base(scale)
     grid = tuple(k * 1e-3 for k in (1, 2, 4, 6, 8, 10)) if scale == "paper" else ()
     variants: tuple[tuple[str, str, dict[str, Any]], ...] = (
         ("adamw", "adamw", {}),

@@ -87,9 +87,11 @@ class Experiment:
 
 def base(scale: str, paper_run: str = "dense-124m") -> Spec:
     """Return the scale's model and batch; the evaluation that counts is the last one."""
+    spec = named_run(paper_run if scale == "paper" else scale)
+    # as often as any experiment needs: those that share runs share what was measured
+    spec = replace(spec, angle_every={"paper": 20, "s": 50, "nano": 5}[scale])
     if scale == "paper":
-        return named_run(paper_run)
-    spec = named_run(scale)
+        return spec
     if scale == "nano":
         spec = replace(spec, schedule=replace(spec.schedule, warmup=10))
     return replace(spec, save_every=None, eval_every={"s": 1000, "nano": 30}[scale])

@@ -6,6 +6,7 @@ judges on further seeds.
 """
 
 import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 from angular_lab.errors import UserError
 from angular_lab.experiments.comparison import planned
-from angular_lab.sweeps.sweep import AGAIN, Sweep
+from angular_lab.sweeps.sweep import AGAIN, WAIT, Sweep
 from angular_lab.training.signals import Preempted, Sigterm, WorkerDied
 
 EXECUTORS = ("local", "slurm")
@@ -42,9 +43,12 @@ class Job:
         sweep.check()  # the package or the data may have changed since
         arm = next(arm for arm in sweep.experiment.arms if arm.label == self.arm)
         trial = sweep.trial(arm, self.value, self.seed)
-        with Sigterm(WARNING):
+        with Sigterm(WARNING) as stop:
             while runs := trial.next_runs:
-                sweep.make(runs[0])
+                if not any(sweep.try_make(run) for run in runs):
+                    if stop.received:
+                        raise Preempted("a signal arrived while another job made the run")
+                    time.sleep(WAIT)  # another job makes what they share, such as a trunk
         return str(trial.runs[-1].folder)
 
 

@@ -22,7 +22,7 @@ from angular_lab.errors import UserError
 from angular_lab.experiments.definition import Arm, Experiment
 from angular_lab.experiments.statistics import BestRate, best_rate
 from angular_lab.run_folder import RUNS, RunFolder
-from angular_lab.sweeps.sweep_file import SWEEPS, ArmRecord, SweepRecord
+from angular_lab.sweeps.sweep_file import SWEEPS, ArmRecord, DamagedFileError, SweepRecord
 from angular_lab.sweeps.trials import PlannedRun, Trial, make_trial
 from angular_lab.training.build import Models
 from angular_lab.training.nonfinite import NotFinite
@@ -30,7 +30,7 @@ from angular_lab.training.signals import Preempted, Sigterm
 from angular_lab.training.start import STDLIB, data_id, train
 
 FAILED = ".failed"
-WAIT = 0.5  # seconds between looks at runs that other processes make
+WAIT = 0.5  # seconds between polls of runs that other processes make
 AGAIN = "run the same command to continue"
 log = logging.getLogger(__name__)
 
@@ -69,6 +69,8 @@ class Sweep:
             experiment = replace(experiment, arms=tuple(arms))
         self.experiment, self.device = experiment, device
         self.name = name or f"{experiment.name}-{experiment.scale}"
+        if Path(self.name).name != self.name:
+            raise UserError(f"--name {name}: it must be a plain file name")
         self.path, self.runs = out / SWEEPS / f"{self.name}.json", out / RUNS
         self.data = data_id(experiment.arms[0].spec)
         self.until, self.extend = inf, 0
@@ -87,7 +89,10 @@ class Sweep:
     def grid(self, arm: Arm, extend: int = 0) -> Grid:
         """Return the arm's values on the first seed, with those that were added at an edge before.
         If the best value is at an edge, up to `extend` values are added; if all diverged, smaller
-        ones are."""
+        ones are. A variant has the values of its arm."""
+        if arm.variant_of:
+            values = [trial.value for trial in self.grid(self._root(arm), extend).trials]
+            return Grid([self.trial(arm, value, self.experiment.seeds[0]) for value in values])
         values = self._values(arm)
         while True:
             grid = Grid([self.trial(arm, value, self.experiment.seeds[0]) for value in values])
@@ -102,7 +107,7 @@ class Sweep:
 
     def _values(self, arm: Arm) -> list[float]:
         """Return the arm's values, with those that the sweep's file has."""
-        recorded = self._recorded_arm(arm.variant_of or arm.label)
+        recorded = self._recorded_arm(arm.label)
         return sorted({*arm.values, *(recorded.values if recorded else ())})
 
     def best(self, arm: Arm, extend: int = 0) -> BestRate | None:
@@ -143,13 +148,20 @@ class Sweep:
         return done, total
 
     def check(self) -> None:
-        """Raise UserError if the sweep's file is about other data."""
-        record = self._record()
-        if record is not None and record.data != self.data:
-            raise UserError(
-                f"{self.path} is about data {record.data[:12]}, and --data has {self.data[:12]}: "
-                "give the sweep another name with --name"
-            )
+        """Raise UserError if the sweep's file is of another experiment or other data."""
+        record, plan = self._record(), self.experiment
+        if record is None:
+            return
+        for what, before, now in (
+            ("experiment", record.experiment, plan.name),
+            ("scale", record.scale, plan.scale),
+            ("data", record.data[:12], self.data[:12]),
+        ):
+            if before != now:
+                raise UserError(
+                    f"{self.path} was made with {what} {before}, and this sweep has {now}: give it "
+                    "another name with --name"
+                )
 
     def state(self) -> str:
         """Describe the sweep: no one should train on the default data without knowing it."""
@@ -175,7 +187,8 @@ class Sweep:
     def _record(self) -> SweepRecord | None:
         """Return the file's content; None if there is no file."""
         with suppress(FileNotFoundError):
-            return _read(self.path, self.path.stat().st_mtime_ns)
+            status = self.path.stat()
+            return _read(self.path, (status.st_ino, status.st_size, status.st_mtime_ns))
         return None
 
     def _recorded_arm(self, label: str) -> ArmRecord | None:
@@ -230,19 +243,15 @@ class Sweep:
             return None
         # First those that need no new model; a trunk's cooldowns start from memory.
         for planned in sorted(runs, key=lambda run: not self.models.fits(run.spec)):
-            run = RunFolder(planned.folder)
-            if run.try_claim() and self._make_claimed(planned, run):
+            if self.try_make(planned):
                 return True
         return False
 
-    def make(self, planned: PlannedRun) -> None:
-        """Make a run. Raises UserError if another process is at work on it."""
+    def try_make(self, planned: PlannedRun) -> bool:
+        """Make a run. False if another process is at work on it or has dealt with it."""
         run = RunFolder(planned.folder)
-        run.claim()
-        self._make_claimed(planned, run)
-
-    def _make_claimed(self, planned: PlannedRun, run: RunFolder) -> bool:
-        """Make a run and release it. False if another process has dealt with it since we looked."""
+        if not run.try_claim():
+            return False
         try:
             if planned.finished or self._failed(planned):
                 return False
@@ -252,13 +261,13 @@ class Sweep:
             run.release()
 
     def _train(self, planned: PlannedRun, run: RunFolder) -> None:
-        log.info("%s: %s", self.name, planned.folder.name)
+        log.info("%s: starts %s", self.name, planned.folder.name)
         self.write()
         try:
             spec: Spec = planned.spec
             if run.started:  # it continues as it began, whatever no loss depends on
                 planned.check(run)
-                spec = run.read_spec()
+                spec = replace(run.read_spec(), data=spec.data)  # the path may be another
             train(spec, run, True, self.device, self.until, self.models)
         except Preempted:
             raise Preempted(f"{planned.folder.name} is saved") from None
@@ -276,11 +285,13 @@ class Sweep:
 
 
 @lru_cache(maxsize=64)
-def _read(path: Path, _changed_at: int) -> SweepRecord | None:
+def _read(path: Path, _version: tuple[int, ...]) -> SweepRecord | None:
     try:
         return SweepRecord.read(path)
-    except UserError as error:
-        log.warning("%s: written anew", error)
+    except DamagedFileError as error:
+        aside = path.with_suffix(".damaged")
+        os.replace(path, aside)
+        log.warning("%s: kept as %s, and written anew", error, aside)
         return None
 
 

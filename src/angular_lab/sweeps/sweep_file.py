@@ -16,6 +16,10 @@ SWEEPS = "sweeps"  # the folder of all sweeps of a store
 OLD_FILE = "sweep.json"  # of the first edition, in a folder together with the sweep's runs
 
 
+class DamagedFileError(UserError):
+    """A sweep's file is not what this package writes."""
+
+
 @dataclass(frozen=True)
 class ArmRecord:
     label: str
@@ -62,17 +66,23 @@ class SweepRecord:
 
     @staticmethod
     def read(path: Path) -> "SweepRecord":
-        if path.name == OLD_FILE:
-            raise UserError(
-                f"{path} was written by an earlier version: convert it and its runs with {CONVERT} "
-                f"{path.parent} --out STORE"
-            )
         try:
             content = json.loads(path.read_text())
+            if "format" not in content and "entries" in content:
+                raise UserError(
+                    f"{path} was written by an earlier version: convert it and its runs with "
+                    f"{CONVERT} {path.parent} --out STORE"
+                )
             if content["format"] != FORMAT:
                 raise UserError(
                     f"{path} has format {content['format']}; this version reads {FORMAT}"
                 )
             return from_json(SweepRecord, content)
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} cannot be read ({error!r})") from None
+        except (
+            json.JSONDecodeError,
+            UnicodeDecodeError,
+            KeyError,
+            TypeError,
+            AttributeError,
+        ) as error:
+            raise DamagedFileError(f"{path} cannot be read ({error!r})") from None

@@ -29,7 +29,7 @@ class PlannedRun:
         return self.store / (self.name or self.spec.folder_name(self.data))
 
     def named(self, name: str | None) -> "PlannedRun":
-        """Return the run in a numbered folder: the same settings, trained once more."""
+        """Return the run in a numbered folder: the same settings, trained again."""
         is_numbered = name is not None and name.startswith(f"{self.folder.name}-")
         return replace(self, name=name) if is_numbered else self
 
@@ -49,9 +49,10 @@ class PlannedRun:
     def check(self, run: RunFolder) -> None:
         """Digests leave defaults out, so that new settings rename nothing. The price: once a
         default changes, a run made under the old one has the digest of one under the new."""
+        info = run.info
         stored, wanted = (
             replace(spec, optim=spec.optim.with_all_rates()).identity(data)
-            for spec, data in ((run.info.spec, run.info.data or self.data), (self.spec, self.data))
+            for spec, data in ((info.spec, info.data or self.data), (self.spec, self.data))
         )
         for key, value in wanted.items():
             if stored.get(key) != value:
@@ -107,8 +108,14 @@ class Trial:
 
     def as_recorded(self, record: TrialRecord) -> "Trial":
         """Return the trial with the runs that a sweep's file refers to."""
-        ends = {horizon: run.named(record.runs.get(horizon)) for horizon, run in self.ends.items()}
         trunk = self.trunk.named(record.trunk) if self.trunk else None
+        parent = trunk.folder.name if trunk else None
+        ends = {
+            horizon: replace(run, spec=replace(run.spec, parent=parent)).named(
+                record.runs.get(horizon)
+            )
+            for horizon, run in self.ends.items()
+        }
         return replace(self, ends=ends, trunk=trunk)
 
     @property

@@ -206,10 +206,7 @@ def _branch_point(run: RunFolder, spec: Spec) -> Path:
     parent = RunFolder(parent_folder(run.path, spec))
     source = checkpoint.step_folder(parent.checkpoints, spec.parent_step)
     if not source.exists():
-        raise UserError(
-            f"{source} is gone: {run.path} cannot start from its parent; remove the folder "
-            f"{parent.path}, and a sweep makes it again"
-        )
+        raise UserError(f"{source} is gone: {run.path} cannot start from its parent")
     return source
 
 
@@ -244,10 +241,10 @@ def branch_spec(run: RunFolder, at: int, decay: int) -> Spec:
     """Return the spec of a cooldown of `decay` steps from the run's checkpoint at step `at`."""
     spec = run.read_spec()
     kept = checkpoint.steps(run.checkpoints)
-    if spec.schedule.kind == "wsd" and at > spec.full_rate_until:
+    if at > spec.full_rate_until:
         raise UserError(
-            f"step {at} of {run.path} is in its cooldown, which starts at {spec.full_rate_until}: "
-            "a branch would raise the learning rate again"
+            f"at step {at} the learning rate of {run.path} falls already, from step "
+            f"{spec.full_rate_until} on: a branch would raise it again"
         )
     if at not in kept:
         raise UserError(
