@@ -16,8 +16,7 @@ from angular_lab.training import checkpoint
 from angular_lab.training import start as runs
 from angular_lab.training.signals import Sigterm
 from angular_lab.training.trainer import Trainer
-from tests.lab.cli.test_cli import SMALL
-from tests.lab.runs import LIMIT, free_port
+from tests.lab.runs import LIMIT, SMALL, free_port
 
 LONG = ("steps=100000", "save_every=none", "log_every=1")
 STOPPED = "stopped: saved at step"
