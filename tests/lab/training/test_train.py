@@ -87,7 +87,7 @@ def test_a_learning_rate_of_zero_reaches_the_optimizer(data, name) -> None:
     groups = build.make_optimizer(model, replace(spec, optim=optim)).param_groups
     assert {group["lr"] for group in groups} == {0.0, 0.5}
     assert {group.get("radius_lr", 0.0) for group in groups} == {0.0}
-    optim = replace(optim, lr=0.0, aux_lr=None)
+    optim = replace(optim, lr=0.0, aux_lr=None, radius_lr=None)
     groups = build.make_optimizer(model, replace(spec, optim=optim)).param_groups
     assert {group["lr"] for group in groups} == {0.0}
 
