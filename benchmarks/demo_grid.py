@@ -1,4 +1,4 @@
-"""Learning rates for `make demo`: the nano recipe, each optimizer over a grid.
+"""Learning rates for `make demo`: the named run nano, each optimizer over a grid.
 
 python benchmarks/demo_grid.py --out results/demo_grid.json
 """
@@ -14,7 +14,7 @@ from angular_lab.demo import demo_spec
 from angular_lab.report.report import summary
 from angular_lab.training.start import train
 
-# lr x aux_lr; AdamW trains everything at one rate
+# lr x aux_lr; AdamW trains everything at one learning rate
 AUX = (2e-3, 4e-3, 8e-3)
 GRIDS = {
     "adamw": [(lr, lr) for lr in (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)],
@@ -28,7 +28,7 @@ DECAY = {"adamw": 0.1, "muon": 0.1}  # as in the paper; the others have none
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=0, help="0: the demo's own")
+    parser.add_argument("--steps", type=int, help="per run; default: those of the demo")
     arguments = parser.parse_args()
     results = []
     with tempfile.TemporaryDirectory() as folder:

@@ -139,7 +139,7 @@ def main() -> None:
     machine = torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine()
     results: list[dict[str, Any]] = []
     print(f"{machine}, torch {torch.__version__}, deterministic {arguments.deterministic}")
-    print("recipe       optimizer      tokens/step   tokens/s    MFU   step ms  optimizer  first s")
+    print("run          optimizer      tokens/step   tokens/s    MFU   step ms  optimizer  first s")
     for run in arguments.runs:
         name, _, size = run.partition(":")
         sequences, _, passes = size.partition("x")

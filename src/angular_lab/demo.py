@@ -43,8 +43,8 @@ def demo_spec(
 def run_demo(out: Path, steps: int | None = None) -> Path:
     folders = []
     for name, lr, aux_lr, weight_decay in RUNS:
-        log.info("\n%s, lr %g", name, lr)
         spec = demo_spec(name, lr, aux_lr, weight_decay, steps)
+        log.info("\n%s, lr %g", name, lr)
         folders.append(train(spec, out / "runs" / f"{name}-{spec.steps}", resume=True).path)
     data = data_folder(spec, Ranks(0, 1, torch.device("cpu")))
     tokenizer = tokenizer_of(data)

@@ -17,6 +17,13 @@ from tests.ranks import CONTEXT as SERVER
 
 LIMIT = 120  # seconds that a test waits for its processes
 
+# Settings of a tiny run for the command line.
+SMALL = (
+    "steps=6", "batch=2", "eval_every=3", "eval_tokens=64", "save_every=3", "log_every=1",
+    "model.sequence=32", "model.layers=1", "model.width=16", "model.heads=2", "model.mlp=32",
+    "schedule.warmup=1",
+)  # fmt: skip
+
 
 def tiny(data: Path, **values: Any) -> Spec:
     base = named_run("nano")

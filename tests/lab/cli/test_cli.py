@@ -1,58 +1,80 @@
-"""The command line: what a user types, what comes back, and what a slip of the pen gets."""
+"""The command line: what its commands print, and how mistakes and bugs are reported."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
-import time
-from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 
 from angular_lab.cli.main import main
-from angular_lab.config.named_runs import NAMED_RUNS, named_run
-from angular_lab.config.overrides import count, keys, override
-from angular_lab.config.spec import Spec
-from angular_lab.experiments.comparison import EXPERIMENTS, SCALES, experiment, planned
+from angular_lab.config.named_runs import NAMED_RUNS
+from angular_lab.errors import UserError
+from angular_lab.run_folder import RunFolder
 from angular_lab.training import checkpoint
-
-SMALL = (
-    "steps=6", "batch=2", "eval_every=3", "eval_tokens=64", "save_every=3", "log_every=1",
-    "model.sequence=32", "model.layers=1", "model.width=16", "model.heads=2", "model.mlp=32",
-    "schedule.warmup=1",
-)  # fmt: skip
+from angular_lab.training.nonfinite import NotFinite
+from angular_lab.training.signals import Preempted, WorkerDied
+from tests.lab.runs import SMALL
 
 
-def test_train_sample_branch_export(data, tmp_path, capsys) -> None:
-    out = tmp_path / "run"
+@pytest.fixture(scope="module")
+def run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of 6 steps. Tests that change it copy it."""
+    out = tmp_path_factory.mktemp("cli") / "run"
     assert main(["train", "nano", f"data={data}", *SMALL, "--out", str(out)]) == 0
-    assert (out / "DONE").exists()
-    assert capsys.readouterr().out.strip() == str(out)
-    assert main(["sample", str(out), "def ", "--length", "20"]) == 0
-    first = capsys.readouterr().out
-    assert first.startswith("def ")
-    assert main(["sample", str(out), "def ", "--length", "20"]) == 0
-    assert capsys.readouterr().out == first
+    return out
+
+
+def test_a_run_can_be_sampled_branched_and_exported(run, tmp_path, capsys) -> None:
+    assert RunFolder(run).done
+    samples = []
+    for _ in range(2):
+        assert main(["sample", str(run), "def ", "--length", "20"]) == 0
+        samples.append(capsys.readouterr().out)
+    assert samples[0].startswith("def ")
+    assert samples[0] == samples[1]
     branch = tmp_path / "branch"
-    assert main(["branch", str(out), "--at", "3", "--decay", "2", "--out", str(branch)]) == 0
-    content = json.loads((branch / "spec.json").read_text())
-    assert content["spec"]["parent"] == str(out)
-    assert content["spec"]["steps"] == 5
-    assert content["versions"]["torch"]
-    assert main(["export", str(out), "--out", str(tmp_path / "hf")]) == 0
+    assert main(["branch", str(run), "--at", "3", "--decay", "2", "--out", str(branch)]) == 0
+    assert capsys.readouterr().out == f"{branch}\n"
+    info = RunFolder(branch).info
+    assert (info.spec.parent, info.spec.parent_step, info.spec.steps) == (str(run), 3, 5)
+    assert info.versions["torch"]
+    assert main(["export", str(run), "--out", str(tmp_path / "hf")]) == 0
     assert (tmp_path / "hf" / "model.safetensors").exists()
 
 
-def test_trunk_and_branches_in_one_command(data, tmp_path, capsys, monkeypatch) -> None:
+def test_a_run_has_a_folder_of_its_own_by_default(data, tmp_path, monkeypatch, capsys) -> None:
+    """The folder is named by what the losses depend on; other settings must stay the same too."""
+    monkeypatch.chdir(tmp_path)
+    command = ["train", "nano", f"data={data}", *SMALL, "steps=2"]
+    assert main(command) == 0
+    folder = Path(capsys.readouterr().out.strip())
+    assert folder.parent == Path("runs")
+    assert folder.name == RunFolder(folder).read_spec().folder_name(RunFolder(folder).info.data)
+    assert main(command) == 2
+    assert f"{folder} holds a run already: add --resume auto" in capsys.readouterr().err
+    assert main([*command, "--resume", "auto"]) == 0
+    assert capsys.readouterr().out.strip() == str(folder)
+    assert main([*command, "save_every=none", "--resume", "auto"]) == 2
+    assert "was started with save_every=3 (now none): give the same" in capsys.readouterr().err
+    assert main([*command, "seed=1"]) == 0
+    assert len([*Path("runs").iterdir()]) == 2
+
+
+def test_trunk_trains_a_trunk_and_its_cooldowns(data, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(checkpoint, "load", lambda *_: pytest.fail("it read a checkpoint"))
     out = tmp_path / "trunk"
     command = ["trunk", "nano", f"data={data}", *SMALL, "--horizons", "4,8", "--decay", "0.5"]
     assert main([*command, "--out", str(out)]) == 0
     assert capsys.readouterr().out.split() == [f"{out}-to4", f"{out}-to8"]
-    assert main([*command, "--out", str(out)]) == 0, "finished parts are not run again"
+    assert checkpoint.steps(out / "checkpoints") == [2, 3, 4]
+    assert RunFolder(f"{out}-to8").read_spec().parent == str(out)
+    assert main([*command, "--out", str(out)]) == 0, "finished runs are not repeated"
 
 
-def test_show_tells_the_run_before_it_runs(capsys) -> None:
+def test_show_describes_a_run_before_it_starts(capsys) -> None:
     assert main(["show", "dense-124m"]) == 0
     text = capsys.readouterr().out
     assert "parameters   123," in text
@@ -62,126 +84,148 @@ def test_show_tells_the_run_before_it_runs(capsys) -> None:
 
 
 @pytest.mark.parametrize("name", NAMED_RUNS)
-def test_every_recipe_can_be_shown(name, capsys) -> None:
+def test_every_named_run_is_listed_and_can_be_shown(name, capsys) -> None:
+    assert main(["named-runs"]) == 0
+    assert name in capsys.readouterr().out
     assert main(["show", name]) == 0
     assert "operations" in capsys.readouterr().out
 
 
-def test_recipes_lists_them(capsys) -> None:
-    assert main(["recipes"]) == 0
-    listed = capsys.readouterr().out
-    assert all(name in listed for name in NAMED_RUNS)
-
-
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
-        (["train", "nanoo"], "unknown recipe 'nanoo': did you mean nano?"),
+        (["train", "nanoo"], "unknown run 'nanoo': did you mean nano?"),
         (["train", "nano", "step=3"], "unknown key 'step'; did you mean steps?"),
-        (["train", "nano", "optim.rl=3"], "unknown key 'optim.rl'; did you mean optim.lr?"),
-        (["train", "nano", "lr=3"], "unknown key 'lr'; did you mean optim.lr?"),
-        (["train", "nano", "steps=many"], "steps=many: steps wants a whole number"),
-        (["train", "nano", "optim.lr=fast"], "optim.lr wants a number"),
-        (["train", "nano", "compile=maybe"], "compile wants true or false"),
-        (["train", "nano", "optim=muon"], "'optim' has parts"),
-        (["train", "nano", "steps.x=1"], "unknown key 'steps.x'"),
-        (["train", "nano", "steps=-3"], "steps=-3: it must be at least 1"),
-        (["train", "nano", "steps=inf"], "steps wants a whole number"),
-        (["train", "nano", "keep=0"], "keep=0: it must be at least 1"),
-        (["train", "nano", "precision=fp16"], "precision=fp16: it must be bf16 or fp32"),
-        (["train", "nano", "on_nan=foo"], "on_nan=foo: it must be stop or skip"),
-        (["train", "nano", "parallel=magic"], "parallel=magic: it must be ddp or fsdp"),
-        (["train", "nano", "pins=abc"], "pins=abc: write steps"),
-        (["train", "nano", "schedule.kind=up"], "schedule.kind=up: it must be wsd"),
-        (["trunk", "nano", "--horizons", "2"], "a cool-down of 0.2 of 2 steps"),
-        (["train", "nano", "faster"], "'faster' is no override: write key=value"),
-        (["train", "nano", "data=nowhere"], "no such folder"),
+        (["train", "nano", "data=nowhere"], "data=nowhere: no such folder"),
         (["train", "nano", "schedule.warmup=301"], "schedule.warmup=301: the run has 300 steps"),
-        (["train", "nano", "schedule.warmup=-1"], "schedule.warmup=-1: it must be at least 0"),
-        (["train", "nano", "schedule.decay=1.5"], "schedule.decay=1.5: it must be between 0 and 1"),
-        (["train", "nano", "schedule.decay=-1"], "schedule.decay=-1: it must be between 0 and 1"),
-        (["train", "nano", "schedule.decay=nan"], "schedule.decay=nan: it must be between 0"),
-        (
-            ["train", "nano", "schedule.decay_steps=301"],
-            "schedule.decay_steps=301: the run has",
-        ),
-        (["train", "nano", "clip=-1"], "clip=-1: it must be at least 0"),
         (["train", "nano", "tensor=2"], "tensor=2 in one process: start it with torchrun"),
         (["train", "nano", "--device", "gpu"], "--device gpu: it must be cpu or cuda"),
         (["train", "nano", "--device", "mps"], "--device mps: it must be cpu or cuda"),
-        (["train", "nano", "loggers=paper"], "loggers=paper: 'paper' is not one of tensorboard"),
+        (["train", "nano", "--device", "cuda:x"], "--device cuda:x: it must be cpu or cuda"),
+        (["train", "nano", "loggers=paper"], "loggers=paper: it must be one of tensorboard"),
+        (["train", "nano", "optim.name=adam"], "optim.name=adam: it must be one of adamw, muon"),
+        (["train", "nano", "optim.beta1=2"], "optim: betas=(2.0, 0.95) is not valid"),
+        (["train", "nano", "optim.name=adamw", "optim.lr=-1"], "optim: Invalid learning rate"),
+        (["train", "nano", "model.mlp=0"], "model.mlp=0: it must be at least 1, or none"),
+        (["train", "nano", "model.init_std=-1"], "model.init_std=-1: it must be at least 0"),
+        (["trunk", "nano", "--horizons", "2"], "a cooldown over 0.2 of 2 steps has 0"),
         (["trunk", "nano", "--horizons", "20"], "schedule.warmup=20: the run has 16 steps"),
-        (["trunk", "nano", "--horizons", "99", "--decay", "1.5"], "a cool-down of 1.5 of 99 steps"),
+        (["trunk", "nano", "--horizons", "99", "--decay", "nan"], "a cooldown over nan of the"),
         (["show", "nano", "steps=10"], "schedule.warmup=20: the run has 10 steps"),
-        (
-            ["sample", "nowhere", "x", "--temperature", "-1"],
-            "--temperature -1: it must be at",
-        ),
+        (["sample", "nowhere", "x", "--temperature", "-1"], "--temperature -1: it must be at"),
         (["sample", "nowhere", "x", "--temperature", "nan"], "--temperature nan: it must be at"),
         (["sample", "nowhere", "x", "--length", "-1"], "--length -1: it must be at least 0"),
-        (["sample", "nowhere", "x"], "no run folder"),
-        (["prepare", "--tokenizer", "bytes", "--out", "x"], "either files"),
+        (["sample", "nowhere", "x"], "nowhere is not a run folder: it has no spec.json"),
+        (["prepare", "--tokenizer", "bytes", "--out", "x"], "give either files"),
+        (["demo", "--steps", "0"], "steps=0: it must be at least 1"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(arguments, words, capsys, tmp_path) -> None:
-    extra = ["--out", str(tmp_path / "all" / "run")] if arguments[0] in ("train", "trunk") else []
-    assert main([*arguments, *extra]) == 2
-    error = capsys.readouterr().err
-    assert words in error
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    assert list(tmp_path.iterdir()) == [], "nothing is written"
+def test_bad_input_is_one_line_and_exit_code_2(
+    arguments, message, data, capsys, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if arguments[0] in ("train", "trunk"):
+        named = any(word.startswith("data=") for word in arguments)
+        arguments = [*arguments, *([] if named else [f"data={data}"]), "--out", "store/run"]
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"error: {message}")
+    assert printed.err.count("\n") == 1
+    files = {path.name for path in tmp_path.rglob("*") if path.is_file()}
+    assert files <= {"LOCK"}, "nothing is written"
 
 
-def test_settings_may_stand_behind_options(data, tmp_path, capsys) -> None:
+def test_the_traceback_of_a_mistake_can_be_shown() -> None:
+    with pytest.raises(UserError, match="unknown run 'nanoo'"):
+        main(["train", "nanoo", "--traceback"])
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "line"),
+    [
+        (UserError("wrong"), 2, "error: wrong"),
+        (OSError("disk full"), 2, "error: disk full"),
+        (ImportError("no numpy"), 2, "error: no numpy"),
+        (NotFinite("loss is nan"), 3, "error: loss is nan"),
+        (WorkerDied("killed"), 4, "error: killed"),
+        (Preempted("saved"), 75, "stopped: saved"),
+        (KeyboardInterrupt("not saved"), 130, "interrupted: not saved"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_exit_codes(error, exit_code, line, monkeypatch, capsys) -> None:
+    def fail(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("angular_lab.show.describe", fail)
+    assert main(["show", "nano"]) == exit_code
+    assert capsys.readouterr().err == f"{line}\n"
+
+
+@pytest.mark.parametrize("bug", [ValueError, KeyError, TypeError, RuntimeError, AssertionError])
+def test_a_bug_keeps_its_traceback(bug, monkeypatch, capsys) -> None:
+    def fail(_: object) -> None:
+        raise bug("a bug")
+
+    monkeypatch.setattr("angular_lab.show.describe", fail)
+    with pytest.raises(bug, match="a bug"):
+        main(["show", "nano"])
+    assert capsys.readouterr().err == ""
+
+
+def test_a_run_of_the_first_edition_names_the_command_that_converts_it(tmp_path, capsys) -> None:
+    """Its spec.json has no format."""
+    old = tmp_path / "old"
+    old.mkdir()
+    content = {"spec": {"recipe": "nano", "pins": ""}, "versions": {}, "git": {}, "data": ""}
+    (old / "spec.json").write_text(json.dumps(content))
+    (old / "metrics.jsonl").write_text('{"step": 1}\n')
+    before = {path.name: path.read_bytes() for path in old.iterdir()}
+    for command in (
+        ["sample", str(old), "x"],
+        ["export", str(old), "--out", str(tmp_path / "hf")],
+        ["branch", str(old), "--at", "3", "--decay", "2"],
+        ["train", "nano", "--out", str(old), "--resume", "auto"],
+    ):
+        assert main(command) == 2
+        expected = f"error: {old} was written by an earlier version: convert it with "
+        assert capsys.readouterr().err.startswith(f"{expected}angular-lab convert-runs {old} --out")
+    assert {path.name: path.read_bytes() for path in old.iterdir() if path.name != "LOCK"} == before
+
+
+def test_settings_may_follow_options(data, tmp_path, capsys) -> None:
     out = tmp_path / "run"
-    assert main(["train", "nano", "--out", str(out), f"data={data}", *SMALL]) == 0
+    assert main(["train", "nano", "--out", str(out), f"data={data}", *SMALL, "steps=2"]) == 0
     with pytest.raises(SystemExit):
         main(["train", "nano", "--outt", str(out), "steps=1"])
     capsys.readouterr()
     with pytest.raises(SystemExit):
         main(["sweep", "teaser", "--scale", "nano", "model.vocabulary=300"])
     assert "unrecognized: model.vocabulary=300" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["trunk", "nano", "--horizons", "4,many"])
+    assert "--horizons: 4,many: write steps, separated by commas" in capsys.readouterr().err
 
 
-def test_a_start_that_failed_leaves_the_folder_free(data, tmp_path) -> None:
-    out = tmp_path / "run"
-    assert main(["train", "nano", "data=nowhere", *SMALL, "--out", str(out)]) == 2
-    assert not out.exists()
-    assert main(["train", "nano", f"data={data}", *SMALL, "--out", str(out)]) == 0
+def test_a_failed_start_leaves_the_folder_free(data, tmp_path) -> None:
+    command = ["train", "nano", *SMALL, "steps=2", "--out", str(tmp_path / "run")]
+    assert main([*command, "data=nowhere"]) == 2
+    assert main([*command, f"data={data}"]) == 0
 
 
-def test_sigterm_leaves_with_code_75(data, tmp_path) -> None:
-    out = tmp_path / "run"
-    command = ["train", "nano", f"data={data}", *SMALL, "steps=100000", "save_every=0"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "angular_lab", *command, "--out", str(out)],
-        stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    deadline = time.monotonic() + 60
-    while not (out / "metrics.jsonl").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    process.terminate()
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 75
-    assert "stopped: saved at step" in error
-    assert len(list((out / "checkpoints").iterdir())) == 1
-
-
-@pytest.mark.parametrize(("index", "words"), [("", "torch finds no CUDA"), (":7", "no CUDA")])
-def test_cuda_where_there_is_none(index, words, data, tmp_path, monkeypatch, capsys) -> None:
+@pytest.mark.parametrize("index", ["", ":7"])
+def test_cuda_without_a_cuda_device(index, data, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     out = tmp_path / "run"
     command = ["train", "nano", f"data={data}", *SMALL, "--out", str(out)]
     assert main([*command, "--device", f"cuda{index}"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: --device cuda{index}: ")
-    assert words in error
+    expected = f"error: --device cuda{index}: torch finds no CUDA device here"
+    assert capsys.readouterr().err.startswith(expected)
     assert not out.exists()
 
 
-def test_a_cuda_device_that_is_not_there(data, tmp_path, monkeypatch, capsys) -> None:
+def test_a_cuda_device_that_does_not_exist(data, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     command = ["train", "nano", f"data={data}", *SMALL, "--out", str(tmp_path / "run")]
@@ -192,22 +236,22 @@ def test_a_cuda_device_that_is_not_there(data, tmp_path, monkeypatch, capsys) ->
     assert "LOCAL_RANK=2: there are 2 CUDA devices here, from 0" in capsys.readouterr().err
 
 
-def test_tensor_ranks_of_a_run_may_become_one_process(data, tmp_path) -> None:
-    """A checkpoint continues at any number of ranks; only a new run needs them."""
-    out = str(tmp_path / "run")
-    command = ["train", "nano", f"data={data}", *SMALL, "--out", out]
-    assert main(command) == 0
-    content = json.loads((tmp_path / "run" / "spec.json").read_text())
+def test_one_process_resumes_a_run_of_tensor_ranks(data, run, tmp_path) -> None:
+    """A checkpoint can be resumed on any number of ranks; only a new run needs them."""
+    out = tmp_path / "run"
+    shutil.copytree(run, out)
+    content = json.loads((out / "spec.json").read_text())
     content["spec"]["tensor"] = 2
-    (tmp_path / "run" / "spec.json").write_text(json.dumps(content))
+    (out / "spec.json").write_text(json.dumps(content))
+    command = ["train", "nano", f"data={data}", *SMALL, "--out", str(out)]
     assert main([*command, "tensor=2", "--resume", "3"]) == 0
 
 
 def test_wandb_without_a_key_is_one_line(data, tmp_path) -> None:
     out = tmp_path / "run"
     command = ["train", "nano", f"data={data}", *SMALL, "loggers=wandb", "--out", str(out)]
-    kept = {name: value for name, value in os.environ.items() if "WANDB" not in name}
-    environment = {**kept, "HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
+    environment = {name: value for name, value in os.environ.items() if "WANDB" not in name}
+    environment |= {"HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "angular_lab", *command],
         env=environment, capture_output=True, text=True, cwd=tmp_path,
@@ -220,79 +264,7 @@ def test_wandb_without_a_key_is_one_line(data, tmp_path) -> None:
     assert not (tmp_path / "wandb").exists()
 
 
-def test_every_planned_run_can_start() -> None:
-    for scale in SCALES:
-        for name in EXPERIMENTS:
-            plan = experiment(name, scale)
-            for line in plan.lines:
-                for horizon in plan.horizons:
-                    replace(line.spec, steps=horizon).check()
-
-
 def test_git_is_not_needed(data, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("PATH", "")
-    assert main(["train", "nano", f"data={data}", *SMALL, "--out", str(tmp_path / "run")]) == 0
-
-
-def test_an_unknown_optimizer_is_told_the_known_ones(data, tmp_path, capsys) -> None:
-    command = ["train", "nano", f"data={data}", *SMALL, "optim.name=adam", "--out", str(tmp_path)]
-    assert main(command) == 2
-    assert "one of adamw, muon" in capsys.readouterr().err
-
-
-def test_another_column_is_another_corpus(tmp_path, capsys) -> None:
-    source = tmp_path / "docs.jsonl"
-    rows = [{"a": f"first {i} " * 9, "b": f"second {i} " * 9} for i in range(60)]
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = ["prepare", str(source), "--tokenizer", "bytes", "--val-fraction", "0.2"]
-    command += ["--out", str(tmp_path / "data"), "--workers", "1"]
-    assert main([*command, "--column", "a"]) == 0
-    assert main([*command, "--column", "b"]) == 2
-    assert "[b]" in capsys.readouterr().err
-
-
-def test_prepare_from_files(tmp_path, capsys) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("\n<|endoftext|>\n".join(f"document {i} says hello" for i in range(200)))
-    out = tmp_path / "data"
-    command = ["prepare", str(text), "--tokenizer", "train:300", "--val-fraction", "0.1"]
-    assert main([*command, "--out", str(out), "--workers", "1"]) == 0
-    train, val = (
-        json.loads((out / "manifest.json").read_text())["splits"][s] for s in ("train", "val")
-    )
-    told = capsys.readouterr().err
-    assert f"train: {train['tokens']:,} tokens, {train['documents']} documents" in told
-    assert f"val: {val['tokens']:,} tokens, {val['documents']} documents" in told
-    assert ("fewer than 20 documents" in told) == (val["documents"] < 20)
-    assert main([*command, "--out", str(out), "--workers", "1"]) == 0, "finished: nothing to do"
-    run = ["train", "nano", f"data={out}", *SMALL, "model.vocabulary=300"]
-    assert main([*run, "model.sequence=16", "--out", str(tmp_path / "run")]) == 0
-    for name in ("teaser", "width"):
-        small, large = experiment(name, "nano"), planned(name, "nano", str(out))
-        assert {line.spec.model.vocabulary for line in small.lines} == {257}
-        assert {line.spec.model.vocabulary for line in large.lines} == {300}
-    assert planned("teaser", "s", str(out)) == experiment("teaser", "s"), "it has more already"
-
-
-def test_overrides_reach_every_key_and_keep_types() -> None:
-    spec = named_run("nano")
-    for key in keys(spec):
-        value = spec
-        for part in key.split("."):
-            value = getattr(value, part)
-        assert override(spec, [f"{key}={value}"]) == spec, key
-    assert override(spec, ["optim.lr=0.5", "compile=true"]).optim.lr == 0.5
-    assert {f.name for f in fields(Spec)} >= {"steps", "seed", "data", "eval_every", "save_every"}
-
-
-@pytest.mark.parametrize(
-    ("text", "number"), [("3B", 3 * 10**9), ("2.5M", 2_500_000), ("10k", 10**4)]
-)
-def test_counts_may_have_units(text, number) -> None:
-    assert count(text) == number
-
-
-def test_a_spec_survives_json() -> None:
-    for make in NAMED_RUNS.values():
-        spec = make()
-        assert Spec.from_dict(json.loads(json.dumps(spec.to_dict()))) == spec
+    command = ["train", "nano", f"data={data}", *SMALL, "steps=2", "--out", str(tmp_path / "run")]
+    assert main(command) == 0

@@ -1,11 +1,14 @@
-"""The command prepare: its tokenizer, its summary, and errors in its options."""
+"""The command prepare: its tokenizer, its summary, errors in its options, runs on its data."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from angular_lab.cli.main import main
 from angular_lab.data import tokenizer
+from angular_lab.experiments.comparison import experiment, planned
+from tests.lab.runs import SMALL
 
 
 def command(folder: Path, kind: str, *options: str) -> list[str]:
@@ -16,20 +19,42 @@ def command(folder: Path, kind: str, *options: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("fraction", "few"), [("0.01", True), ("0.5", False)])
-def test_a_small_validation_split_is_reported(tmp_path, capsys, fraction, few) -> None:
+def test_the_splits_are_reported_and_so_is_a_small_one(tmp_path, capsys, fraction, few) -> None:
     assert main(command(tmp_path, "bytes", "--val-fraction", fraction)) == 0
     printed = capsys.readouterr()
     assert printed.out.strip() == str(tmp_path / "data")
-    assert "train: " in printed.err
+    splits = json.loads((tmp_path / "data" / "manifest.json").read_text())["splits"]
+    for name, split in splits.items():
+        summary = f"{name}: {split['tokens']:,} tokens, {split['documents']} documents"
+        assert summary in printed.err
     assert ("fewer than 20 documents for validation" in printed.err) == few
 
 
-def test_a_trained_tokenizer_is_reused(tmp_path, monkeypatch) -> None:
-    assert main(command(tmp_path, "train:300")) == 0
+def test_a_trained_tokenizer_is_reused_and_models_get_its_vocabulary(tmp_path, monkeypatch) -> None:
+    assert main(command(tmp_path, "train:300", "--val-fraction", "0.1")) == 0
     monkeypatch.setattr(tokenizer, "train_tokenizer", lambda *_: pytest.fail("trained again"))
-    assert main(command(tmp_path, "train:300")) == 0
+    assert main(command(tmp_path, "train:300", "--val-fraction", "0.1")) == 0
+    data = str(tmp_path / "data")
+    run = ["train", "nano", f"data={data}", *SMALL, "steps=2", "model.vocabulary=300"]
+    assert main([*run, "model.sequence=16", "--out", str(tmp_path / "run")]) == 0
+    for name in ("teaser", "width"):
+        usual, larger = experiment(name, "nano"), planned(name, "nano", data)
+        assert {arm.spec.model.vocabulary for arm in usual.arms} == {257}
+        assert {arm.spec.model.vocabulary for arm in larger.arms} == {300}
+    assert planned("teaser", "s", data) == experiment("teaser", "s"), "its vocabulary is larger"
 
 
 def test_a_vocabulary_must_be_a_number(tmp_path, capsys) -> None:
     assert main(command(tmp_path, "train:many")) == 2
     assert "--tokenizer train:many: give the size" in capsys.readouterr().err
+
+
+def test_another_column_is_another_corpus(tmp_path, capsys) -> None:
+    source = tmp_path / "docs.jsonl"
+    rows = [{"a": f"first {i} " * 9, "b": f"second {i} " * 9} for i in range(60)]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prepare = ["prepare", str(source), "--tokenizer", "bytes", "--val-fraction", "0.2"]
+    prepare += ["--out", str(tmp_path / "data"), "--workers", "1"]
+    assert main([*prepare, "--column", "a"]) == 0
+    assert main([*prepare, "--column", "b"]) == 2
+    assert "[b]" in capsys.readouterr().err

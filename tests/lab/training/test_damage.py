@@ -14,8 +14,7 @@ from angular_lab.run_folder import RunFolder
 from angular_lab.sample import load_run
 from angular_lab.training import checkpoint
 from angular_lab.training.start import branch_spec, train
-from tests.lab.cli.test_cli import SMALL
-from tests.lab.runs import LIMIT, free_port, lines, start, stopped_copy, tiny, train_on
+from tests.lab.runs import LIMIT, SMALL, free_port, lines, start, stopped_copy, tiny, train_on
 
 FILES = ["__0_0.distcp", ".metadata"]
 

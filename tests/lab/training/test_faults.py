@@ -20,8 +20,7 @@ from angular_lab.training.nonfinite import NotFinite, OnHost
 from angular_lab.training.ranks import Ranks
 from angular_lab.training.start import branch_spec, train
 from angular_lab.training.trainer import Trainer
-from tests.lab.cli.test_cli import SMALL
-from tests.lab.runs import lines, stopped_copy, tiny
+from tests.lab.runs import SMALL, lines, stopped_copy, tiny
 
 POISON = 255  # a byte that no UTF-8 text contains
 

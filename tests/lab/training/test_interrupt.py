@@ -16,8 +16,7 @@ from angular_lab.training import checkpoint
 from angular_lab.training import start as runs
 from angular_lab.training.signals import Sigterm
 from angular_lab.training.trainer import Trainer
-from tests.lab.cli.test_cli import SMALL
-from tests.lab.runs import LIMIT, free_port
+from tests.lab.runs import LIMIT, SMALL, free_port
 
 LONG = ("steps=100000", "save_every=none", "log_every=1")
 STOPPED = "stopped: saved at step"
@@ -52,7 +51,7 @@ def _wait_for_steps(process: subprocess.Popen[str], run: Path) -> None:
 
 
 def _command(name: str, data: Path, tmp_path: Path) -> tuple[list[str], Path]:
-    """The arguments of a run that does not end by itself, and the folder that it writes first."""
+    """Return the arguments of a run that does not end by itself, and the folder that it writes."""
     out = tmp_path / "run"
     common = [f"data={data}", *SMALL]
     if name == "train":
@@ -80,7 +79,7 @@ def test_ctrl_c_saves_and_exits_with_75(name, data, tmp_path) -> None:
     assert json.loads((out / "STOPPED").read_text()) == {"exit_code": 75, "step": step}
 
 
-def test_a_second_ctrl_c_leaves_at_once(data, tmp_path) -> None:
+def test_a_second_ctrl_c_exits_at_once(data, tmp_path) -> None:
     arguments, out = _command("train", data, tmp_path)
     process = _start("-c", SLOW_SAVE, *arguments)
     _wait_for_steps(process, out)
@@ -113,7 +112,9 @@ def test_a_second_ctrl_c_interrupts_a_checkpoint_that_is_being_written(
     assert "\ninterrupted: " in capsys.readouterr().err
 
 
-def test_ctrl_c_before_the_first_step_blocks_nothing(data, tmp_path, monkeypatch, capsys) -> None:
+def test_ctrl_c_before_the_first_step_does_not_block_the_same_command(
+    data, tmp_path, monkeypatch, capsys
+) -> None:
     restore = runs._restore
 
     def interrupt(*arguments):
@@ -149,7 +150,7 @@ def test_a_run_that_continues_removes_the_record(data, tmp_path, monkeypatch) ->
     assert not (tmp_path / "run" / "STOPPED").exists()
 
 
-def test_ctrl_c_during_any_other_command_is_one_line(monkeypatch, capsys) -> None:
+def test_ctrl_c_during_a_command_that_does_not_train_is_one_line(monkeypatch, capsys) -> None:
     monkeypatch.setattr("angular_lab.show.describe", lambda _: signal.raise_signal(signal.SIGINT))
     assert main(["show", "nano"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
@@ -166,12 +167,12 @@ def test_ctrl_c_under_torchrun(data, tmp_path) -> None:
     assert process.returncode == 1, error
     assert error.count(STOPPED) == 1
     assert error.count("press Ctrl-C again") == 1
-    assert "/angular_lab/" not in error, "no traceback of ours"
+    assert "/angular_lab/" not in error, "no traceback of the lab"
     (step,) = checkpoint.steps(out / "checkpoints")
     assert json.loads((out / "STOPPED").read_text()) == {"exit_code": 75, "step": step}
 
 
-def test_torchruns_second_signal_after_ctrl_c_leaves_at_once(monkeypatch) -> None:
+def test_the_second_signal_of_torchrun_after_ctrl_c_exits_at_once(monkeypatch) -> None:
     """torchrun forwards the first Ctrl-C as SIGINT and the second as SIGTERM."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     with Sigterm(signal.SIGINT), Sigterm() as inner:

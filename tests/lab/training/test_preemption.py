@@ -1,4 +1,4 @@
-"""Signals as wishes, one context within another."""
+"""Contexts that turn signals into a flag, one within another."""
 
 import signal
 import time
@@ -8,7 +8,7 @@ import pytest
 from angular_lab.training.signals import Sigterm
 
 
-def test_an_inner_context_knows_what_came_before_it() -> None:
+def test_an_inner_context_starts_with_what_the_outer_one_received() -> None:
     with Sigterm() as outer:
         signal.raise_signal(signal.SIGTERM)
         with Sigterm() as inner:
@@ -16,7 +16,7 @@ def test_an_inner_context_knows_what_came_before_it() -> None:
         assert outer.received
 
 
-def test_an_outer_context_is_told_what_came_within() -> None:
+def test_an_outer_context_receives_what_the_inner_one_received() -> None:
     with Sigterm() as outer:
         with Sigterm() as inner:
             signal.raise_signal(signal.SIGTERM)
@@ -28,18 +28,18 @@ def test_an_outer_context_is_told_what_came_within() -> None:
         assert not fresh.received
 
 
-def test_the_first_interrupt_is_a_wish_and_the_second_an_order() -> None:
+def test_the_first_interrupt_sets_a_flag_and_the_second_raises() -> None:
     before = signal.getsignal(signal.SIGINT)
     with Sigterm(signal.SIGINT), Sigterm() as inner:
         signal.raise_signal(signal.SIGINT)
-        time.sleep(0)  # the one signal raises the other
+        time.sleep(0)  # one signal raises the other
         assert inner.received
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_who_ignores_interrupts_goes_on_ignoring_them() -> None:
+def test_a_process_that_ignores_interrupts_still_ignores_them() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with Sigterm(signal.SIGINT) as context:

@@ -77,6 +77,21 @@ def test_a_setting_without_meaning_is_rejected(data, name, setting) -> None:
         build.make_optimizer(model, replace(spec, optim=replace(spec.optim, name=name, **setting)))
 
 
+@pytest.mark.parametrize("name", ["adamw", "angular_muown"])
+def test_a_learning_rate_of_zero_reaches_the_optimizer(data, name) -> None:
+    spec = tiny(data)
+    model = build.make_model(spec, Ranks(0, 1, torch.device("cpu")))
+    optim = replace(spec.optim, name=name, lr=0.5, aux_lr=0.0)
+    if name == "angular_muown":
+        optim = replace(optim, radius_lr=0.0)
+    groups = build.make_optimizer(model, replace(spec, optim=optim)).param_groups
+    assert {group["lr"] for group in groups} == {0.0, 0.5}
+    assert {group.get("radius_lr", 0.0) for group in groups} == {0.0}
+    optim = replace(optim, lr=0.0, aux_lr=None, radius_lr=None)
+    groups = build.make_optimizer(model, replace(spec, optim=optim)).param_groups
+    assert {group["lr"] for group in groups} == {0.0}
+
+
 def test_settings_that_the_paper_does_not_have_reach_the_optimizer(data) -> None:
     spec = tiny(data)
     model = build.make_model(spec, Ranks(0, 1, torch.device("cpu")))
