@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Some virtual machines advertise AMX without allowing it: bf16 products would end in SIGILL.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: demo test check bench theory evidence format clean
+.PHONY: demo test test-quick check bench theory evidence format clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt hosts.txt
 	$(PYTHON) -m venv $(VENV)
@@ -15,13 +15,18 @@ $(VENV)/.installed: pyproject.toml constraints.txt hosts.txt
 	touch $@
 
 # One thread each: these matrices are too small for more, and waiting threads spin.
-demo test theory: export OMP_NUM_THREADS ?= 1
+demo test test-quick theory: export OMP_NUM_THREADS ?= 1
 
 demo: $(VENV)/.installed
 	$(BIN)/angular-lab demo --out demo
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# The library without its slow tests, and runs of the lab's trainer.
+test-quick: $(VENV)/.installed
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow and not fuzz' --durations 5 \
+		tests/library tests/lab/training/test_train.py
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -292,6 +292,7 @@ def test_plain_and_named_parameter_lists_give_the_same_weights(optimizer) -> Non
 
 
 # torch's tracer itself reads .grad of non-leaf tensors
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("optimizer", FAMILY)
 def test_a_compiled_training_step_gives_the_same_weights(optimizer) -> None:

@@ -20,6 +20,7 @@ from tests.library.params.test_loading import assert_equal
 from tests.library.params.test_state import save_and_load
 from tests.library.torch_inputs import invalid_inputs, valid_arguments
 
+pytestmark = pytest.mark.slow  # test_contract.py has the quick ones
 OVER_FAMILY = pytest.mark.parametrize("optimizer", FAMILY)
 
 

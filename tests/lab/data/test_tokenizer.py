@@ -77,7 +77,7 @@ def test_other_processes_train_the_same_tokenizer_and_report_a_missing_hub(bpe) 
     )  # fmt: skip
     assert run.stdout.strip() == bpe.fingerprint, run.stderr
     assert run.returncode == 1
-    assert "ValueError: tokenizer 'gpt2' is neither" in run.stderr
+    assert "UserError: tokenizer 'gpt2' is neither" in run.stderr
     assert "this machine is offline; download its tokenizer.json" in run.stderr
 
 

@@ -86,6 +86,7 @@ def trained(name: str, width: int = WIDTH) -> list[tuple[Tensor, Tensor]]:
     return [(_whole(p).detach(), q.detach()) for p, q in pairs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_sharded_step_equals_a_whole_one(name: str) -> None:
     """On five ranks, no dimension divides evenly."""
@@ -103,6 +104,7 @@ def trained_by_kernels(name: str) -> list[tuple[Tensor, Tensor]]:
 
 
 # The other options give kernels the same tensors as the first.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "reduced in bf16", "offloaded to the CPU"])
 def test_a_sharded_step_by_kernels_equals_a_whole_one(name: str) -> None:
     pytest.importorskip("triton")

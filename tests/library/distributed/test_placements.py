@@ -80,6 +80,7 @@ def together() -> Any:
     return cache(lambda world: results(world, run_cases, RUNS[world]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "case", "placement"), CELLS)
 def test_every_placement_gives_the_weights_of_one_process(
     together: Any, alone: Any, world: int, case: str, placement: str
@@ -96,6 +97,7 @@ def test_every_placement_gives_the_weights_of_one_process(
             torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", RUNS)
 def test_ranks_agree_to_the_last_bit(together: Any, world: int) -> None:
     """Otherwise they would drift apart."""
@@ -119,6 +121,7 @@ def family() -> Any:
 
 
 # What differs between members is what they sum over sharded rows or columns, not over copies.
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["rows", "rows x columns"])
 @pytest.mark.parametrize("member", FAMILY, ids=lambda member: member.__name__)
 def test_every_member_gives_the_weights_of_one_process(

@@ -178,6 +178,7 @@ ROUTES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("member", "before", "first", "after", "second"), ROUTES)
 def test_a_checkpoint_loads_on_another_number_of_ranks(
     tmp_path: Path, member: Any, before: int, first: str, after: int, second: str
@@ -311,6 +312,7 @@ def monitored(names: tuple[str, ...]) -> list[dict[str, float]]:
     return readings
 
 
+@pytest.mark.slow
 def test_the_monitor_observes_whole_matrices() -> None:
     [alone] = monitored(("alone",))
     assert {"angle_mean", "radial_mean", "orthogonality_error", "kappa"} <= alone.keys()

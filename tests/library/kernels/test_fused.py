@@ -160,6 +160,7 @@ def test_every_layout_and_shape_matches_float64(
     compare(NorMuown, values, [shape], steps=2)
 
 
+@pytest.mark.slow
 def test_long_rows_match_float64() -> None:
     """A program holds whole rows, here a single one of 32,768 columns."""
     compare(AngularMuown, {}, [(128, 16400)], steps=1)
@@ -239,6 +240,7 @@ def interrupt(kind: str, p: nn.Parameter, opt: Engine) -> tuple[nn.Parameter, En
 STATE = ["step", "momentum_buffer", "exp_avg", "exp_avg_sq", "stored_norm", "row_second_moment"]
 
 
+@pytest.mark.slow
 def test_tensors_may_move_between_steps() -> None:
     """The weights equal those of a run in which no tensor moves, bit for bit."""
     ends: list[Tensor] = []

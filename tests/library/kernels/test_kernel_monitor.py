@@ -48,6 +48,7 @@ def train(
     return net, monitor.read() if monitor else {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "workspace"), [(AngularMuown, 1e-9), (AngularMuown, 10.0), (Muon, 1.0)]
 )
@@ -67,6 +68,7 @@ CROSSING = {"lr": 0.05, "radius_lr": 0.5}  # some lengths pass through zero
 SMALL = {"lr": 1e-3}  # below the resolution of 16-bit weights: rounding turns rows further
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "values", "dtype"),
     [
@@ -176,6 +178,7 @@ def released(net: nn.ModuleDict, opt: Engine) -> None:
     opt.release()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("disturb", "copied"),
     [

@@ -122,6 +122,7 @@ def flat_gradients(flat: bool) -> list[Tensor]:
     return [whole(p) for p in params]
 
 
+@pytest.mark.slow
 def test_gradients_may_start_anywhere() -> None:
     expected = results(2, flat_gradients, False)
     for weights, others in zip(results(2, flat_gradients, True), expected, strict=True):

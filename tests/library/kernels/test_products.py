@@ -224,6 +224,7 @@ def test_the_magnitude_of_a_gradient_is_irrelevant() -> None:
         assert relative_error(end - W.detach(), change) < limit
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("optimizer", [AngularMuown, NorMuown])
 def test_zeros_and_nans_do_not_spread_to_other_matrices(optimizer: Member) -> None:
@@ -241,6 +242,7 @@ def test_zeros_and_nans_do_not_spread_to_other_matrices(optimizer: Member) -> No
         assert expected == all(value.isfinite().all() for value in opt.state[p].values())
 
 
+@pytest.mark.slow
 def test_the_size_of_the_work_buffer_does_not_change_a_bit() -> None:
     gradients = [noise(*shape, seed=i) for i, shape in enumerate([(128, 128)] * 5 + [(144, 128)])]
     ends: list[list[Tensor]] = []

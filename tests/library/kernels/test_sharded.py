@@ -105,6 +105,7 @@ def _weight(shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 # Each member, each case and each number of ranks at least once.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "member", "case"),
     [
@@ -135,6 +136,7 @@ MANY: list[dict[str, Any]] = [{"shapes": [(128, 128)] * 10}]
 MODELS = {"fused": FUSED, "layouts": LAYOUTS, "many": MANY}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["rows", "columns", "plain"])
 def test_buffers_are_used_again_by_later_rounds(placement: str) -> None:
     """Each of two owners has five matrices, one per round; three rounds are in transit."""
@@ -164,6 +166,7 @@ RUNS: list[tuple[int, str, str, int]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "placement", "member", "covered"), RUNS)
 def test_every_placement_gives_the_weights_of_one_process(
     world: int, placement: str, member: str, covered: int
@@ -214,6 +217,7 @@ def stepped_experts(sharded: bool) -> tuple[list[Tensor], bool]:
     return [whole(t) for t in (p, *optimizer.state[p].values())], fused
 
 
+@pytest.mark.slow
 def test_whole_experts_on_a_rank_run_by_kernels_without_an_exchange() -> None:
     [(alone, _)] = results(1, stepped_experts, False)
     for sharded, fused in (

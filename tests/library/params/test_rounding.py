@@ -128,6 +128,7 @@ def _train(dtype: torch.dtype, write_back: str, batches: list[torch.Tensor]) -> 
     return sum(losses[:3]) / 3 - sum(losses[-20:]) / 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write_back", ["stochastic", "master"])
 def test_bf16_weights_learn_as_much_as_float32(write_back) -> None:
     batches = _text_batches(200)

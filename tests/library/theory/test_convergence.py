@@ -82,6 +82,7 @@ def test_norm_sandwich(m, n, seed, low) -> None:
     assert nuclear <= min(m, n) ** 0.5 * frobenius(A) * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(
     kind=st.sampled_from(PROBLEMS),

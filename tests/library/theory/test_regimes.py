@@ -34,6 +34,7 @@ def measure(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> torc
     return torch.tensor(angles)
 
 
+@pytest.mark.slow
 def test_the_angle_plateaus_with_weight_decay() -> None:
     """Decay subtracts 2 lr wd |W|^2 and steps add a^2.
 
@@ -48,6 +49,7 @@ def test_the_angle_plateaus_with_weight_decay() -> None:
     assert late == pytest.approx((2 * lr * decay) ** 0.5, rel=0.05)
 
 
+@pytest.mark.slow
 def test_the_stored_norm_anneals_the_angle_with_the_square_root_of_time() -> None:
     """rho_t^2 = rho_0^2 + t a^2, so the angle a / rho_t decreases as t^(-1/2)."""
     lr = 0.05
@@ -63,6 +65,7 @@ def test_the_stored_norm_anneals_the_angle_with_the_square_root_of_time() -> Non
     assert predicted[-1] < predicted[0] / 1.9, "the run is long enough to show it"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degree", [0.0, 0.5, 1.0])
 def test_the_angle_is_lr_times_kappa(degree) -> None:
     lr = 0.02
