@@ -1,6 +1,8 @@
 """Sweeps as jobs, through submitit's own local executor."""
 
 import signal
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +12,8 @@ from angular_lab.cli.main import main
 from angular_lab.config.spec import Spec
 from angular_lab.data.prepare import prepare
 from angular_lab.data.tokenizer import train_tokenizer
-from angular_lab.errors import UserError
 from angular_lab.experiments.comparison import EXPERIMENTS, experiment, planned
-from angular_lab.experiments.definition import Experiment
+from angular_lab.experiments.definition import Experiment, cooldown_variant
 from angular_lab.run_folder import RunFolder
 from angular_lab.sweeps import slurm
 from angular_lab.sweeps import sweep as sweep_module
@@ -74,13 +75,24 @@ def test_a_job_is_one_process_with_one_model(
     assert len(specs) == 1
 
 
-def test_a_job_leaves_a_run_to_the_process_that_has_it(plan: Experiment, tmp_path: Path) -> None:
-    job = jobs(plan, tmp_path)[0]
-    other = RunFolder(Sweep(plan, tmp_path).next_runs()[0].folder)
-    other.claim()
-    with pytest.raises(UserError, match="is in use by another process"):
-        job()
-    other.release()
+def test_jobs_that_share_a_trunk_wait_for_each_other(
+    plan: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test holds the lock of the trunk for a while."""
+    arm = plan.arms[0]
+    shared = replace(plan, horizons=(8, 16), arms=(arm, cooldown_variant(arm, 0.5, 16)))
+    monkeypatch.setitem(EXPERIMENTS, "small", lambda _: shared)
+    first, second = (job for job in jobs(shared, tmp_path) if job.value == 1e-3)
+    runner = Sweep(shared, tmp_path, device="cpu")
+    trunk = RunFolder(runner.next_runs()[0].folder)
+    trunk.claim()
+    timer = threading.Timer(1.0, trunk.release)
+    timer.start()
+    began = time.monotonic()
+    assert RunFolder(first()).done
+    assert time.monotonic() - began > 0.9
+    assert RunFolder(second()).done
+    assert runner.counts()[0] == 2
 
 
 def test_a_job_does_not_repeat_what_was_finished_since(

@@ -1,6 +1,7 @@
 """Sweeps: every run once, whatever happens, and each one as if it were alone."""
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -114,8 +115,26 @@ def test_other_data_needs_another_name(data: Path, tmp_path: Path) -> None:
     sweep(plan, tmp_path)
     other = Sweep(plan, tmp_path, device="cpu")
     other.data = "0123456789abcdef"
-    with pytest.raises(UserError, match=r"small-nano.json is about data .*--name"):
+    with pytest.raises(UserError, match=r"small-nano.json was made with data .*--name"):
         run_sweeps([other])
+    changed = Sweep(replace(plan, name="other"), tmp_path, device="cpu", name="small-nano")
+    with pytest.raises(UserError, match="was made with experiment small, and this sweep has other"):
+        run_sweeps([changed])
+    with pytest.raises(UserError, match=r"--name a/b: it must be a plain file name"):
+        Sweep(plan, tmp_path, name="a/b")
+
+
+def test_a_run_continues_with_data_that_was_moved(data: Path, tmp_path: Path) -> None:
+    shutil.copytree(data, tmp_path / "before")
+    plan = small(data, arms=small(data).arms[1:], seeds=(0,))
+    begun = Sweep(plan, tmp_path, str(tmp_path / "before"), device="cpu")
+    begun.until = 0.0
+    with pytest.raises(Preempted):
+        begun.try_make(begun.next_runs()[0])
+    (tmp_path / "before").rename(tmp_path / "after")
+    moved = Sweep(plan, tmp_path, str(tmp_path / "after"), device="cpu")
+    run_sweeps([moved])
+    assert moved.counts() == (1, 1)
 
 
 def test_a_variant_leaves_the_same_trunk(data: Path, tmp_path: Path, trained: list[str]) -> None:
@@ -125,6 +144,11 @@ def test_a_variant_leaves_the_same_trunk(data: Path, tmp_path: Path, trained: li
     finished = sweep(plan, tmp_path)
     result = record(tmp_path)
     assert sum("-trunk-" in name for name in trained) == 4
+    chosen = finished.chosen["adamw"].lr
+    extended = Sweep(replace(plan, arms=(plan.arms[0], plan.arms[1])), tmp_path)
+    values = [trial.value for trial in extended.grid(plan.arms[1], extend=3).trials]
+    assert values == [trial.value for trial in extended.grid(plan.arms[0], extend=3).trials]
+    assert chosen in values
     assert list(result.chosen) == ["adamw"]
     label = plan.arms[1].label
     trials = [trial for trial in result.trials if trial.arm == label]
@@ -225,7 +249,7 @@ def test_a_run_continues_as_it_began(data: Path, tmp_path: Path) -> None:
     begun = Sweep(plan, tmp_path, device="cpu")
     begun.until = 0.0
     with pytest.raises(Preempted):
-        begun.make(begun.next_runs()[0])
+        begun.try_make(begun.next_runs()[0])
     (arm,) = plan.arms
     other = replace(arm, spec=replace(arm.spec, log_every=5, eval_every=2))
     finished = sweep(replace(plan, arms=(other,)), tmp_path)
@@ -266,6 +290,7 @@ def test_a_damaged_file_is_written_anew(data: Path, tmp_path: Path, text: str) -
     finished.path.write_text(text)
     sweep(plan, tmp_path)
     assert finished.path.read_bytes() == before
+    assert finished.path.with_suffix(".damaged").read_text() == text
 
 
 def test_many_writers_one_file(data: Path, tmp_path: Path) -> None:
@@ -372,7 +397,7 @@ def test_a_run_finished_by_another_process_is_not_made_again(
     first, *_ = runner.next_runs()
     first.folder.mkdir(parents=True)
     train(first.spec, first.folder, device="cpu")
-    runner.make(first)
+    assert not runner.try_make(first)
     assert trained == []
     run = RunFolder(first.folder)
     assert run.try_claim(), "it was released"
