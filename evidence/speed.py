@@ -154,7 +154,7 @@ def throughput() -> Rows:
         speed = f"{row['tokens_per_second']:,.0f}", f"{row['mfu']:.1%}"
         share = f"{row['optimizer_share']:.1%}"
         rows.append([f"`{row['recipe']}`", "AngularMuown", size, *speed, share])
-    head = ["recipe", "optimizer", "tokens per step", "tokens/s", "MFU", "optimizer's share"]
+    head = ["named run", "optimizer", "tokens per step", "tokens/s", "MFU", "optimizer's share"]
     return [head, *rows]
 
 
