@@ -14,7 +14,6 @@ from angular_lab.run_folder import RUNS
 from tests.lab.report.made import (
     OURS,
     choosing,
-    edit_json,
     edit_sweep,
     spec_of,
     sweep_file,
@@ -229,7 +228,7 @@ def test_a_sweep_without_its_runs(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 def test_the_first_editions_layout_names_the_command_that_converts_it(tmp_path: Path) -> None:
     root = tmp_path / "teaser-s"
     write_run(root / "a", spec_of(), 3.0)
-    (root / "sweep.json").write_text("{}")
+    (root / "sweep.json").write_text('{"entries": []}')
     command = f"convert it and its runs with angular-lab convert-runs {root} --out STORE"
     for source in (tmp_path, root, root / "sweep.json"):
         with pytest.raises(UserError, match=command):
@@ -242,7 +241,9 @@ def test_a_run_of_the_first_edition_names_the_command_that_converts_it(
 ) -> None:
     old = write_run(tmp_path / "store" / RUNS / "old", spec_of(), 3.0)
     write_run(tmp_path / "store" / RUNS / "new", spec_of(), 3.0)
-    edit_json(old / "spec.json", format=1)
+    content = json.loads((old / "spec.json").read_text())
+    del content["format"]
+    (old / "spec.json").write_text(json.dumps(content))
     report = Report(tmp_path / "store", caplog)
     assert report.has(f"convert it with angular-lab convert-runs {old} --out STORE")
     assert len(report.table("single-runs-1-summary")) == 1

@@ -80,7 +80,7 @@ def test_two_experiments_by_two_processes(
         finished = Sweep(each, Path())
         assert finished.counts()[0] == finished.counts()[1]
         for path in Path("runs").iterdir():
-            assert printed.err.count(f": {path.name}\n") == 1
+            assert printed.err.count(f": starts {path.name}\n") == 1
     assert "worker 0: " in printed.err
     for path in Path("runs").glob("*seed7*"):
         shutil.rmtree(path)

@@ -100,10 +100,9 @@ def test_every_run_once_and_the_same(data: Path, tmp_path: Path, alone: Path) ->
     two(long(data), tmp_path)
     assert metrics(tmp_path) == metrics(alone)
     assert record(tmp_path) == record(alone)
-    begun = [
-        line for n in (0, 1) for line in log(tmp_path, n).splitlines() if "small-nano: " in line
-    ]
-    assert sorted(line.split(": ")[1] for line in begun) == sorted(metrics(alone))
+    lines = [line for n in (0, 1) for line in log(tmp_path, n).splitlines()]
+    begun = [line.split(" starts ")[1] for line in lines if "small-nano: starts " in line]
+    assert sorted(begun) == sorted(metrics(alone))
     for path in tmp_path.glob("runs/*/timing.jsonl"):
         steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
         assert steps == sorted({*steps}), "no other process wrote there"
