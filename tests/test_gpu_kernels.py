@@ -173,7 +173,7 @@ def test_a_training_step_recorded_by_the_user_matches_plain_steps() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # recording was refused
-def test_recording_is_refused_while_a_parameter_has_no_gradient() -> None:
+def test_recording_is_rejected_while_a_parameter_has_no_gradient() -> None:
     p, q = (nn.Parameter(torch.randn(256, 256, device="cuda")) for _ in range(2))
     opt = AngularMuown([("p", p), ("q", q)], capturable=True)
     p.grad = torch.randn_like(p)

@@ -72,7 +72,7 @@ CASES = {
 
 
 def work(folder: Path) -> None:
-    """On each rank, for each case: run to the end, then repeat the second half from saved state."""
+    """Run each case to the end on each rank, then repeat the second half from saved state."""
     rank, world = (str(f()) for f in (torch.distributed.get_rank, torch.distributed.get_world_size))
     # accelerate reads the variables that a launcher would set
     os.environ.update({"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world})

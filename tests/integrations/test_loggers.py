@@ -23,7 +23,7 @@ KEYS = ("angle_mean", "row_norm_mean", "kappa", "angle_mean/0.weight", "row_norm
 
 @pytest.fixture(scope="module", autouse=True)
 def _trackio_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """trackio reads TRACKIO_DIR only when it is imported."""
+    """Set TRACKIO_DIR, which trackio reads only when it is imported."""
     os.environ.setdefault("TRACKIO_DIR", str(tmp_path_factory.mktemp("trackio")))
 
 

@@ -263,7 +263,7 @@ HIDDEN = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear
 
 
 def check_assignment(assigned: dict[str, list[str]]) -> None:
-    """AngularMuown has the hidden matrices, Adam all other parameters of the example's model."""
+    """Assert that AngularMuown has the hidden matrices, and Adam all other parameters."""
     matrices = assigned.pop("MegatronAngularMuown")
     assert {*matrices} == {f"decoder.layers.{i}.{name}.weight" for i in (0, 1) for name in HIDDEN}
     (rest,) = assigned.values()

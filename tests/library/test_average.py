@@ -91,7 +91,7 @@ BAD = [0, 1, 1.0, -0.1, -3, 2.5, float("nan"), float("inf"), True, "0.1"]
 
 
 @pytest.mark.parametrize("window", BAD)
-def test_invalid_windows_are_refused(window: Any) -> None:
+def test_invalid_windows_are_rejected(window: Any) -> None:
     with pytest.raises(ValueError, match=rf"window={re.escape(repr(window))} .*integer number"):
         averaging(window)
     with pytest.raises(ValueError, match=rf"average={re.escape(repr(window))} .*None, a fraction"):
@@ -366,7 +366,7 @@ def test_the_weights_are_restored_bit_for_bit_even_after_an_error(dtype: torch.d
     train(model, optimizer, range(4, 5))
 
 
-def test_steps_and_loading_are_refused_inside_averaged() -> None:
+def test_steps_and_loading_are_rejected_inside_averaged() -> None:
     model, optimizer = make(3)
     train(model, optimizer, range(2))
     saved = optimizer.state_dict()

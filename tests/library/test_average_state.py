@@ -135,7 +135,7 @@ def test_another_window_continues_from_the_loaded_average() -> None:
     assert all(torch.equal(a, b) for a, b in zip(loaded, expected, strict=True))
 
 
-def test_an_average_of_another_shape_is_refused() -> None:
+def test_an_average_of_another_shape_is_rejected() -> None:
     model, optimizer = make(WINDOW)
     train(model, optimizer, range(1))
     saved = save_and_load(optimizer.state_dict())

@@ -395,7 +395,7 @@ def test_a_radius_rule_without_adams_state_may_cross_zero() -> None:
     assert p.isfinite().all()
 
 
-def test_a_member_without_a_default_lr_is_refused_and_defaults_are_not_modified() -> None:
+def test_a_member_without_a_default_lr_is_rejected_and_defaults_are_not_modified() -> None:
     defaults = {"lr": 0.1, "process_group": False}
     Engine([nn.Parameter(torch.ones(2, 2))], defaults)
     assert defaults == {"lr": 0.1, "process_group": False}

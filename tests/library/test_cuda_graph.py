@@ -118,7 +118,7 @@ def test_the_monitor_reads_kappa() -> None:
 @pytest.mark.parametrize(
     ("key", "value"), [("capturable", 1), ("workspace", 0), ("workspace", "a")]
 )
-def test_invalid_values_are_refused(key: str, value: object) -> None:
+def test_invalid_values_are_rejected(key: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"{key}={value!r} is not valid"):
         AngularMuown([parameter(4, 4)], **{key: value})
 
@@ -134,7 +134,7 @@ def test_every_group_has_its_own_learning_rate() -> None:
     assert float(shared) == pytest.approx(0.02)
 
 
-def test_a_replaced_learning_rate_is_refused() -> None:
+def test_a_replaced_learning_rate_is_rejected() -> None:
     params, opt = make(AngularMuown, True)
     train(params, opt, steps=1)
     for p in params:

@@ -17,13 +17,13 @@ MEMBERS = [
 
 
 def callables() -> dict[str, Any]:
-    """Public functions and classes, and the public methods that these classes define."""
-    found = {name: thing for name, thing in PUBLIC.items() if not is_typeddict(thing)}
+    """Return public functions and classes, and the public methods that these classes define."""
+    public = {name: thing for name, thing in PUBLIC.items() if not is_typeddict(thing)}
     for name, thing in PUBLIC.items():
         if inspect.isclass(thing):
-            own = {k: v for k, v in vars(thing).items() if inspect.isfunction(v)}
-            found |= {f"{name}.{k}": v for k, v in own.items() if not k.startswith("_")}
-    return found
+            methods = {k: v for k, v in vars(thing).items() if inspect.isfunction(v)}
+            public |= {f"{name}.{k}": v for k, v in methods.items() if not k.startswith("_")}
+    return public
 
 
 @pytest.mark.parametrize("name", callables())
@@ -48,6 +48,6 @@ def test_members_show_the_shared_options_with_their_defaults(member: type[Engine
 
 
 @pytest.mark.parametrize("member", MEMBERS, ids=lambda m: m.__name__)
-def test_an_unknown_argument_is_refused_with_a_suggestion(member: type[Any]) -> None:
+def test_an_unknown_argument_is_rejected_with_a_suggestion(member: type[Any]) -> None:
     with pytest.raises(TypeError, match=r"'momentun'; did you mean 'momentum'\?"):
         member([], momentun=0.9)

@@ -139,7 +139,7 @@ def test_channels_must_divide_evenly_among_ranks(member: Any, values: Any, reaso
 
 
 def unchanged_after_an_error() -> list[bool]:
-    """For AdamW's parameter and for the step counters: True if the error left them unchanged."""
+    """Return True for AdamW's parameter and for step counters if an error leaves them unchanged."""
     optimizer, params = optimizer_of("rows")
     other = parameter(4, 3)
     optimizer.add_param_group({"params": [("other", other)], "algorithm": "adamw"})
@@ -161,7 +161,7 @@ def test_a_step_that_raises_changes_nothing() -> None:
 
 
 def warmed_up() -> list[int]:
-    """Rank 3 of 4 has none of the six rows, and therefore no nonzero gradient."""
+    """Take two steps of a warmup; rank 3 of 4 has no rows, and therefore no nonzero gradient."""
     groups, params = make_groups([{"shapes": [(6, 5)]}], PLACEMENTS["rows"], torch.float64)
     optimizer = AngularMuown(groups, lr=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 2)
@@ -472,7 +472,7 @@ def test_a_lost_store_does_not_hide_the_error() -> None:
 
 
 def experts_with_lr_zero() -> list[int]:
-    """Rank 1's experts receive no tokens in the first step of a warmup."""
+    """Take the first step of a warmup, in which rank 1's experts receive no tokens."""
     p = nn.Parameter(place(parameter(4, 6, 5).detach(), PLACEMENTS["rows"]))
     optimizer = AngularMuown([{"params": [("experts", p)], "view": "stack"}], lr=0.0)
     grad = place(noise(4, 6, 5, seed=1), PLACEMENTS["rows"])

@@ -50,7 +50,7 @@ def test_it_never_pays_where_bytes_take_longer_than_products(
 
 
 def ranks_of_nodes(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """This node's ranks, with torchrun's variables for nodes of these sizes."""
+    """Return this node's ranks, with torchrun's variables for nodes of these sizes."""
     ends = list(accumulate(sizes))
     node = next(i for i, end in enumerate(ends) if dist.get_rank() < end)
     os.environ["LOCAL_WORLD_SIZE"] = str(sizes[node])

@@ -28,13 +28,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def mlp(width: int) -> nn.Sequential:
-    """An embedding, two hidden matrices, one of them too small for every rank, and a head."""
+    """Return an embedding, two hidden matrices, one with too few rows for all ranks, and a head."""
     layers = [nn.Embedding(16, width), nn.Linear(width, 2 * width), nn.GELU()]
     return nn.Sequential(*layers, nn.Linear(2 * width, 3), nn.GELU(), nn.Linear(3, 16))
 
 
 def fill(model: nn.Module) -> None:
-    """The same weights on every rank, whole or sharded."""
+    """Give a model the same weights on every rank, whole or sharded."""
     for i, p in enumerate(model.parameters()):
         values = 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
         with torch.no_grad():
@@ -54,8 +54,7 @@ def _whole(t: Tensor) -> Tensor:
 
 
 def trained(name: str, width: int = WIDTH) -> list[tuple[Tensor, Tensor]]:
-    """Weights of a sharded model after some steps, and of a copy that is stepped as a whole with
-    the same gradients."""
+    """Return pairs of weights: of a sharded model, and of a whole copy with the same gradients."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     with torch.device("meta" if "meta" in name else "cpu"):
         model = mlp(width)
@@ -96,7 +95,7 @@ def test_a_sharded_step_equals_a_whole_one(name: str) -> None:
 
 
 def trained_by_kernels(name: str) -> list[tuple[Tensor, Tensor]]:
-    """The larger hidden matrix is stepped by kernels."""
+    """Train with the kernels, which step the larger hidden matrix."""
     from tests.library.kernels.interpreter import interpret
 
     interpret()

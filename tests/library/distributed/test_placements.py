@@ -76,7 +76,7 @@ def alone() -> dict[str, list[Tensor]]:
 
 @pytest.fixture(scope="module")
 def together() -> Any:
-    """All runs with a number of ranks, in one set of processes."""
+    """Run all cases of a number of ranks in one set of processes."""
     return cache(lambda world: results(world, run_cases, RUNS[world]))
 
 

@@ -20,6 +20,7 @@ from tests.library.family import noise, parameter
 
 pytest.importorskip("triton")
 
+from angular_muown.kernels import launch
 
 SHAPES = [(128, 144), (144, 128)]
 Member = Callable[..., Engine]
@@ -164,6 +165,18 @@ def test_every_layout_and_shape_matches_float64(
 def test_long_rows_match_float64() -> None:
     """A program holds whole rows, here a single one of 32,768 columns."""
     compare(AngularMuown, {}, [(128, 16400)], steps=1)
+
+
+def test_the_number_of_programs_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of 8 rows, as on a GPU, of 64 rows, and one for the whole matrix."""
+    ends: list[Tensor] = []
+    for elements in (2048, 16384, 2**17):
+        monkeypatch.setattr(launch, "ROW_ELEMENTS", elements)
+        (p,) = weights([(144, 208)], torch.float32)
+        advance(NorMuown([p]), [p], 1)
+        ends.append(p.detach())
+    for end in ends[1:]:
+        torch.testing.assert_close(end, ends[0], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("size", [1e-30, 4e18, 1e30])

@@ -15,7 +15,7 @@ from tests.library.kernels.test_fused import Member, advance, assert_fused, kern
 
 
 def model() -> nn.ModuleDict:
-    """Two parameters with matrices of one shape, one of them a fused weight, and another shape."""
+    """Return two weights with matrices of one shape, one of them fused, and another shape."""
     torch.manual_seed(1)
     parts = {"qkv": nn.Linear(144, 384, bias=False), "out": nn.Linear(144, 128, bias=False)}
     return nn.ModuleDict({**parts, "down": nn.Linear(128, 144, bias=False)})

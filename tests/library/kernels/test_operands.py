@@ -1,4 +1,4 @@
-"""What the exchange by kernels remembers of a step, and what it must notice at the next one."""
+"""What the exchange by kernels caches in a step, and which changes it must notice in the next."""
 
 import gc
 import weakref
@@ -36,11 +36,14 @@ def make(*placements: Any, **options: Any) -> tuple[AngularMuown, list[nn.Parame
 
 
 def after_two_steps(how: str | None) -> Tensor:
-    """The weight of a copy after two steps, with a change in between that alters no value."""
+    """Return the weight after two steps, with a change in between that alters no value."""
     placement = None if how in ("swapped", "alone") else ROWS
     optimizer, (p,) = make(placement, process_group=False if how == "alone" else None)
+    p.grad_dtype = None  # allows any
     for step in range(2):
-        p.grad = place(gradient(step), placement)
+        G = gradient(step).bfloat16()  # bf16 and float32 represent it
+        narrow = how == "gradient dtype" and step == 1
+        p.grad = place(G if narrow else G.float(), placement)
         optimizer.step()
         state = optimizer.state[p]
         if how == "swapped":
@@ -60,7 +63,7 @@ def undisturbed() -> Tensor:
     return results(1, after_two_steps, "alone")[0]
 
 
-@pytest.mark.parametrize("how", [None, "swapped", "momentum", "strided vectors"])
+@pytest.mark.parametrize("how", [None, "swapped", "momentum", "strided vectors", "gradient dtype"])
 def test_tensors_that_were_replaced_are_noticed(how: str | None, undisturbed: Tensor) -> None:
     for weight in results(2, after_two_steps, how):
         torch.testing.assert_close(weight, undisturbed, rtol=0, atol=0)
@@ -82,7 +85,7 @@ def test_gradients_are_freed_after_the_step() -> None:
 
 
 def buffers_alive() -> list[bool]:
-    """Whether the buffers of an exchange, and of a fused step, outlive `release`."""
+    """Return True for an exchange and for a fused step if their buffers outlive `release`."""
     gc.disable()
     alive = []
     for placement in (ROWS, None):
@@ -106,7 +109,7 @@ def test_release_frees_buffers_at_once() -> None:
 
 
 def flat_gradients(flat: bool) -> list[Tensor]:
-    """Gradients that start in the middle of one buffer, as FSDP2 makes them."""
+    """Step with gradients that start inside a buffer, as FSDP2's do, or with plain ones."""
     optimizer, params = make(ROWS, ROWS)
     for step in range(3):
         for i, p in enumerate(params):
@@ -143,7 +146,7 @@ def test_replicated_and_plain_parameters_may_share_an_exchange() -> None:
 
 
 def one_expert_on_four_ranks() -> list[Tensor]:
-    """Experts on one mesh dimension, their rows on the other: half of the ranks have no expert."""
+    """Shard one expert by experts and by rows: half of the ranks have no part of it."""
     interpret()
     kinds = [Shard(0), Shard(1)]
     W = 0.1 * gradient(3, 1, *SHAPE)
@@ -174,7 +177,7 @@ def change_blocks() -> None:
     optimizer.step()
 
 
-def test_state_of_another_shape_is_refused() -> None:
+def test_state_of_another_shape_is_rejected() -> None:
     for outcome in on_ranks(2, change_blocks):
         assert isinstance(outcome, RankError)
         assert "the exp_avg of parameter" in str(outcome)

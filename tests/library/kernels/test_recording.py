@@ -105,7 +105,7 @@ def test_a_replaced_buffer_stays_alive_only_for_graphs(recorded: bool) -> None:
     assert any(retained is before for retained in fused.retained) == recorded
 
 
-def test_recording_new_settings_is_refused_before_anything_changes() -> None:
+def test_recording_new_settings_is_rejected_before_anything_changes() -> None:
     p, opt = start()
     weight, counter = p.detach().clone(), float(opt.state[p]["step"])
     with recording(opt):
@@ -117,7 +117,7 @@ def test_recording_new_settings_is_refused_before_anything_changes() -> None:
     opt.step()  # training continues
 
 
-def test_too_many_recordings_in_a_row_are_refused() -> None:
+def test_too_many_recordings_in_a_row_are_rejected() -> None:
     _, opt = start()
     with recording(opt):
         opt.step()

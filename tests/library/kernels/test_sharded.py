@@ -58,7 +58,7 @@ def stepped(
     placement: str | None,
     process_group: Any = None,
 ) -> tuple[list[Tensor], int]:
-    """Weights and state after two steps, and how many parameters the fused exchange stepped."""
+    """Return weights and state after two steps, and the number of parameters stepped by kernels."""
     options = dict(CASES[case])
     session.LEAST_FUSED_ROUND = 0 if "workspace" in options else 2**25
     dtype = options.pop("dtype", torch.float32)
@@ -87,18 +87,18 @@ def make_groups(
     param_groups, params = [], []
     for group in groups:
         first = group.get("first", 0)
-        own = []
+        placed = []
         for shape in group["shapes"]:
-            W = _weight(shape, len(params) + len(own)).to(dtype)
-            own.append(nn.Parameter(place(W, placement, first)))
-        params += [(p, first) for p in own]
+            W = _weight(shape, len(params) + len(placed)).to(dtype)
+            placed.append(nn.Parameter(place(W, placement, first)))
+        params += [(p, first) for p in placed]
         values = {k: v for k, v in group.items() if k not in ("shapes", "first")}
-        param_groups.append({**values, "params": own})
+        param_groups.append({**values, "params": placed})
     return param_groups, params
 
 
 def _weight(shape: tuple[int, ...], seed: int) -> Tensor:
-    """The fourth row of every matrix is zero."""
+    """Return a weight whose matrices have a fourth row of zeros."""
     W = 0.3 * noise(*shape, seed=100 + seed, dtype=torch.float32)
     W[(slice(None), 3) if len(shape) == 3 else 3] = 0.0
     return W
@@ -187,7 +187,7 @@ def _placed(t: Tensor, sharded: bool) -> Tensor:
 
 
 def loaded(member: str, sharded: bool) -> list[Tensor]:
-    """Two steps, with a state in other dtypes in between, as `load_state_dict` may leave it."""
+    """Take two steps, in between with state in other dtypes, as `load_state_dict` may leave it."""
     interpret()
     coverage.runs_on = engine.runs_on = session.runs_on = lambda device: sharded
     p = nn.Parameter(_placed(_weight((128, 144), 7), sharded))

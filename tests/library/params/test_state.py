@@ -61,6 +61,8 @@ def test_dtypes_survive_loading(optimizer, state_dtype) -> None:
     run(opt, [p], 3)
     expected = torch.bfloat16 if state_dtype == torch.bfloat16 else torch.float32
     assert opt.state[p]["momentum_buffer"].dtype == expected
+    vectors = [value for key, value in opt.state[p].items() if key != "momentum_buffer"]
+    assert {value.dtype for value in vectors} == {torch.float32}, "16 bits would lose small changes"
     fresh = optimizer([p], state_dtype=state_dtype)
     fresh.load_state_dict(save_and_load(opt.state_dict()))
     for key, value in opt.state[p].items():
