@@ -313,7 +313,7 @@ def test_branches_that_cannot_start(whole, tmp_path) -> None:
         branch_spec(RunFolder(whole), 5, 2)
     with pytest.raises(ValueError, match="at least one"):
         branch_spec(RunFolder(whole), 9, 0)
-    with pytest.raises(ValueError, match=r"step 12 .* is in its cooldown, which starts at 9"):
+    with pytest.raises(ValueError, match=r"at step 12 the learning rate of .* from step 9 on"):
         branch_spec(RunFolder(whole), 12, 2)
     with pytest.raises(ValueError, match="is not a run folder"):
         branch_spec(RunFolder(tmp_path), 8, 2)
