@@ -7,11 +7,11 @@ Sources are left as they are; checkpoints are hard links to theirs where the fil
 """
 
 import json
-import logging
 import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from angular_lab.config.spec import Spec
 from angular_lab.errors import UserError
 from angular_lab.experiments.comparison import EXPERIMENTS
 from angular_lab.experiments.definition import Experiment
-from angular_lab.run_folder import RUNS, SPEC, RunInfo
+from angular_lab.run_folder import RUNS, SPEC, RunFolder, RunInfo
 from angular_lab.sweeps.sweep_file import (
     OLD_FILE,
     SWEEPS,
@@ -28,7 +28,6 @@ from angular_lab.sweeps.sweep_file import (
     TrialRecord,
 )
 
-LOGS = ("metrics.jsonl", "timing.jsonl")
 # What stood for "not given", by setting.
 NOT_GIVEN: dict[str, dict[str, Any]] = {
     "": {"micro_batch": 0, "clip": 0.0, "eval_every": 0, "save_every": 0, "log_every": 0,
@@ -40,7 +39,6 @@ NOT_GIVEN: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 RETIRED = ("tangent_momentum", "exact_angle", "column_gains")
 RENAMED_EXPERIMENTS = {"leads": "variants", "rivals": "concurrent"}
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -132,7 +130,7 @@ def _new_names(runs: dict[Path, OldRun], sweeps: set[Path], store: Path) -> dict
 
 
 def _same_log(a: Path, b: Path) -> bool:
-    logs = [(folder / LOGS[0]) for folder in (a, b)]
+    logs = [RunFolder(folder).metrics_path for folder in (a, b)]
     return all(path.exists() for path in logs) and logs[0].read_bytes() == logs[1].read_bytes()
 
 
@@ -165,11 +163,10 @@ def _link(source: str, target: str) -> None:
 def _write_sweep(record: SweepRecord, folder: Path) -> None:
     """Write a sweep's file, numbered if there is another of the same experiment and scale."""
     name = f"{record.experiment}-{record.scale}"
-    paths = [folder / f"{name}.json", *(folder / f"{name}-{i}.json" for i in range(2, 100))]
-    for path in paths:
-        if not path.exists() or SweepRecord.read(path) == record:
-            record.write(path)
-            return
+    path, numbers = folder / f"{name}.json", count(2)
+    while path.exists() and SweepRecord.read(path) != record:
+        path = folder / f"{name}-{next(numbers)}.json"
+    record.write(path)
 
 
 # -- sweeps ------------------------------------------------------------------------------------

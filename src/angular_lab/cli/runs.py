@@ -117,10 +117,11 @@ def sample(arguments: argparse.Namespace) -> None:
     from angular_lab.sample import check_sampling, generate, load_run, tokenizer_of
     from angular_lab.training.start import prepared_data
 
-    check_sampling(arguments.length, arguments.temperature)
+    names = ("length", "temperature", "seed")
+    settings = {key: x for key in names if (x := getattr(arguments, key)) is not None}
+    check_sampling(**{key: x for key, x in settings.items() if key != "seed"})
     model = load_run(arguments.run, average=arguments.average, step=arguments.step)
     tokenizer = tokenizer_of(prepared_data(RunFolder(arguments.run).read_spec()))
-    settings = {key: getattr(arguments, key) for key in ("length", "temperature", "seed")}
     print(generate(model, tokenizer, arguments.prompt, **settings))
 
 
@@ -195,9 +196,9 @@ def add_commands(add: Add) -> None:
 
 def _add_uses(add: Add) -> None:
     sub = add("sample", sample, "generate text from a run", "run", "prompt")
-    sub.add_argument("--length", type=int, default=200, help="tokens; default: 200")
-    sub.add_argument("--temperature", type=float, default=0.8, help="default: 0.8")
-    sub.add_argument("--seed", type=int, default=0)
+    sub.add_argument("--length", type=int, help="number of tokens")
+    sub.add_argument("--temperature", type=float, help="0: always the likeliest token")
+    sub.add_argument("--seed", type=int)
     sub.add_argument("--average", type=float, metavar="WINDOW", help=AVERAGE)
     sub.add_argument("--step", type=count, help=STEP)
     sub = add(

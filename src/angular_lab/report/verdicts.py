@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from angular_lab.experiments import published as paper
+from angular_lab.experiments.definition import OURS
 from angular_lab.experiments.statistics import (
     Curve,
     Outcome,
@@ -29,7 +30,6 @@ from angular_lab.report.tables import (
 )
 from angular_lab.run_folder import Run
 
-OURS = "angular_muown"
 NEARLY = 0.9  # "about half the tokens" holds from nine tenths of the claimed speed-up
 FLAT = (0.8, 1.25)  # an angle that changes by a factor in this range is constant
 SHARP = 0.05  # nats by which a loss must rise to rise sharply

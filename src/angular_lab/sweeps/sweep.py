@@ -17,7 +17,6 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from angular_lab.config.spec import Spec
 from angular_lab.errors import UserError
 from angular_lab.experiments.definition import Arm, Experiment
 from angular_lab.experiments.statistics import BestRate, best_rate
@@ -37,7 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Grid:
-    """An arm on the first seed. There is no best value until all are done, nor if all diverged."""
+    """An arm on the first seed; `best` is None until all values are done, or if all diverged."""
 
     trials: list[Trial]
     best: BestRate | None = None
@@ -264,7 +263,7 @@ class Sweep:
         log.info("%s: starts %s", self.name, planned.folder.name)
         self.write()
         try:
-            spec: Spec = planned.spec
+            spec = planned.spec
             if run.started:  # it continues as it began, whatever no loss depends on
                 planned.check(run)
                 spec = replace(run.read_spec(), data=spec.data)  # the path may be another
@@ -339,7 +338,7 @@ def make_all(sweeps: Sequence[Sweep], until: float, extend: int) -> None:
             if stop.received or time.monotonic() >= until:
                 if not any(sweep.next_runs() for sweep in sweeps):
                     return
-                raise Preempted("a signal came" if stop.received else "the budget is spent")
+                raise Preempted("a signal arrived" if stop.received else "the budget is spent")
             results: list[bool | None] = []
             for sweep in sweeps:  # the first that has something to do
                 results.append(sweep.make_one())
