@@ -103,6 +103,16 @@ def test_a_variant_shares_the_trunk_of_its_arm(data: Path, tmp_path: Path) -> No
     assert end.folder not in [run.folder for run in first.runs]
 
 
+def test_cooldowns_of_a_numbered_trunk_start_from_it(data: Path, tmp_path: Path) -> None:
+    plan = small(data)
+    trial = make_trial(plan, plan.arms[0], 1e-3, 0, "data", tmp_path)
+    trunk = f"{trial.record.trunk}-2"
+    recorded = trial.as_recorded(replace(trial.record, trunk=trunk))
+    assert recorded.record.trunk == trunk
+    assert {run.spec.parent for run in recorded.ends.values()} == {trunk}
+    assert recorded.record.runs == trial.record.runs
+
+
 def test_a_run_made_under_another_default_is_not_finished(trial: Trial, change: Change) -> None:
     """The digest leaves defaults out, so it does not show that one has changed."""
     assert trial.done
