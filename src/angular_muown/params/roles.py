@@ -290,3 +290,15 @@ def _is_router(path: str, model: nn.Module) -> bool:
         return True
     parent = _parent(path, model) if path.rpartition(".")[2] in GATE_NAMES else None
     return parent is not None and any("expert" in name for name, _ in parent.named_children())
+
+
+# Usual names of nn.Embedding layers, to recognise them where only the names are known.
+TOKEN_NAMES = frozenset(
+    ("embed_tokens", "wte", "wpe", "tok_embeddings", "word_embeddings", "token_embedding",
+     "embedding", "embeddings", "embed")
+)  # fmt: skip
+
+
+def is_embedding_or_head(name: str) -> bool:
+    """True if a parameter's name is that of an embedding or of an output head."""
+    return bool((HEAD_NAMES | EMBEDDING_NAMES | TOKEN_NAMES).intersection(name.split(".")))
