@@ -27,9 +27,7 @@ def adamw(model: nn.Module, lr: float, steps: int) -> Optimizer:
 
 
 def angular_muown(model: nn.Module, lr: float, steps: int) -> Optimizer:
-    return AngularMuown.for_model(
-        model, lr=lr, blocks={"*.qkv.weight": 3}, decay_scale=5 / steps
-    )
+    return AngularMuown.for_model(model, lr=lr, blocks={"*.qkv.weight": 3}, decay_scale=5 / steps)
 
 
 # Three learning rates each, by factors of 2. If the best one is at an edge, add another.

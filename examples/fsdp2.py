@@ -97,7 +97,7 @@ def main(out: Path, resume: bool = False, steps: int = 100) -> list[float]:
         total = loss.detach().clone()
         dist.all_reduce(total)
         losses.append(total.item() / world)
-        if rank == 0 and step % 10 == 0:
+        if rank == 0 and step % 5 == 0:
             print(f"step {step:4d}  loss {losses[-1]:.3f}", flush=True)
     dist.destroy_process_group()
     return losses

@@ -88,9 +88,8 @@ def main(steps: int = 300, lr: float = 0.02) -> list[float]:
         blocks={"*.qkv.weight": 3},  # q, k and v are three matrices
         decay_scale=5 / steps,  # kappa's clock, for a run far below 5000 steps
     )
-    scheduler = wsd_schedule(optimizer, steps, warmup=0.1)
     print(optimizer.plan)
-
+    scheduler = wsd_schedule(optimizer, steps, warmup=0.1)
     monitor = AngleMonitor(model, optimizer, every=max(1, steps // 10))
     losses = []
     for step in range(steps):

@@ -19,6 +19,7 @@ from torch import nn
 
 from angular_muown.engine import Engine
 from angular_muown.optimizers import AngularMuown
+from angular_muown.schedules import check_lengths
 
 
 class PlannedOptimizer:
@@ -95,12 +96,7 @@ def wsd_arguments(
             unless that gets the arguments.
         warmup, cooldown: a fraction of total_steps (float below 1) or a number of steps (int).
     """
-    steps = {"warmup": _steps(warmup, total_steps), "cooldown": _steps(cooldown, total_steps)}
-    if min(steps.values()) < 0 or sum(steps.values()) > total_steps:
-        raise ValueError(
-            f"warmup={warmup!r} and cooldown={cooldown!r} do not fit into "
-            f"total_steps={total_steps}: they must be >= 0 and add up to at most that"
-        )
+    steps = check_lengths(total_steps, warmup=warmup, cooldown=cooldown)
     return {
         "learning_rate": lr,
         "max_steps": total_steps,
@@ -108,7 +104,3 @@ def wsd_arguments(
         "lr_scheduler_type": "warmup_stable_decay",
         "lr_scheduler_kwargs": {"num_decay_steps": steps["cooldown"], "decay_type": "linear"},
     }
-
-
-def _steps(value: float, total_steps: int) -> int:
-    return value if isinstance(value, int) else round(value * total_steps)
