@@ -33,7 +33,7 @@ def angular_muown(model: nn.Module, lr: float, steps: int) -> Optimizer:
 # Three learning rates each, by factors of 2. If the best one is at an edge, add another.
 GRIDS: dict[str, tuple[Make, tuple[float, ...]]] = {
     "AdamW": (adamw, (1e-3, 2e-3, 4e-3)),
-    "AngularMuown": (angular_muown, (0.02, 0.04, 0.08)),
+    "AngularMuown": (angular_muown, (0.04, 0.08, 0.16)),
 }
 
 
