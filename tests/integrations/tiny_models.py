@@ -26,7 +26,7 @@ FALCON = {
 }  # fmt: skip
 LATENT = {
     "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
-    "v_head_dim": 6,
+    "v_head_dim": 6, "head_dim": 4,
 }  # fmt: skip
 SPECIAL = {
     "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0, "cls_token_id": 0, "sep_token_id": 1
@@ -105,7 +105,7 @@ MODELS: dict[str, Build] = {
     ),
     "deepseek_v3": (
         hf.DeepseekV3ForCausalLM, hf.DeepseekV3Config,
-        {**DECODER, **MOE, **LATENT, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 4,
+        {**DECODER, **MOE, **LATENT, "num_attention_heads": 4, "num_key_value_heads": 4,
          "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
         tokens,
     ),

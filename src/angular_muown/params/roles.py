@@ -399,10 +399,9 @@ def is_usually_fused(name: str) -> bool:
 
 def collapse(names: Iterable[str]) -> list[str]:
     """Return patterns that match the names, with * in place of layer numbers."""
-    parts = (name.split(".") for name in names)
-    return list(
-        dict.fromkeys(".".join("*" if p.isdecimal() else p for p in path) for path in parts)
-    )
+    paths = (name.split(".") for name in names)
+    patterns = (".".join("*" if part.isdecimal() else part for part in path) for path in paths)
+    return list(dict.fromkeys(patterns))
 
 
 def _matrices(groups: Groups) -> Iterable[tuple[str, Tensor, Mapping[str, Any]]]:
@@ -414,3 +413,15 @@ def _matrices(groups: Groups) -> Iterable[tuple[str, Tensor, Mapping[str, Any]]]
 def _rows(p: Tensor, group: Mapping[str, Any]) -> int:
     layout = Layout(group.get("view", "matrix"), group.get("transposed", False))
     return layout.sides(p.shape)[0]
+
+
+# Usual names of nn.Embedding layers, to recognise them where only the names are known.
+TOKEN_NAMES = frozenset(
+    ("embed_tokens", "wte", "wpe", "tok_embeddings", "word_embeddings", "token_embedding",
+     "embedding", "embeddings", "embed")
+)  # fmt: skip
+
+
+def is_embedding_or_head(name: str) -> bool:
+    """True if a parameter's name is that of an embedding or of an output head."""
+    return bool((HEAD_NAMES | EMBEDDING_NAMES | TOKEN_NAMES).intersection(name.split(".")))
