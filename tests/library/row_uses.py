@@ -42,7 +42,7 @@ def _gradient(owner: nn.Module, layer: nn.Module, forward: Forward, positions: i
     fused, out = _outputs(owner, layer, lambda: forward(torch.arange(5, 5 + positions)[None]))
     weights = torch.linspace(1, 2, out[0, -1].numel(), dtype=out.dtype)
     (gradient,) = torch.autograd.grad((out[0, -1] * weights).sum(), fused)
-    return _nonzero(gradient[0, 0])
+    return _nonzero(gradient.flatten(0, -2)[0])
 
 
 def gate_uses(owner: nn.Module, layer: nn.Module, forward: Forward) -> list[str]:
