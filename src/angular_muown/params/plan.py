@@ -5,15 +5,23 @@ its shape. If neither determines the role, an error explains how to declare it.
 """
 
 import inspect
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
+from angular_muown.params.fused_layouts import Layouts, declare_cuts
 from angular_muown.params.layout import Cut
 from angular_muown.params.options import check_model
-from angular_muown.params.roles import Patterns, Role, find_roles
+from angular_muown.params.roles import (
+    Patterns,
+    Role,
+    collapse,
+    find_roles,
+    warn_if_fused,
+    warn_if_one_row,
+)
+from angular_muown.params.wrappers import bare_parameters
 
 Overrides = Mapping[str, Mapping[str, Any]]
 # Keys that the table's columns show.
@@ -47,7 +55,7 @@ class Plan(list[dict[str, Any]]):
     def __str__(self) -> str:
         counts: dict[tuple[str, ...], int] = {}
         for name, *cells in self._lines():
-            line = (re.sub(r"(?<![^.])\d+(?![^.])", "*", name), *cells)
+            line = (*collapse([name]), *cells)
             counts[line] = counts.get(line, 0) + 1
         lines = [
             (f"{name} x{count}" if count > 1 else name, *cells)
@@ -120,6 +128,7 @@ def plan(
     aux_weight_decay: float = 0.0,
     radius_lr: float | None = None,
     overrides: Overrides | None = None,
+    layouts: Layouts | None = None,
 ) -> Plan:
     """Sort every trainable parameter of `model` into param groups.
 
@@ -144,14 +153,17 @@ def plan(
         aux_weight_decay: weight decay of the AdamW groups.
         radius_lr: learning rate of the matrices' row lengths; None means lr.
         overrides: pattern -> values to set in the group, such as {"*.mlp.*": {"lr": 0.01}}.
+        layouts: "ParentClass.attribute" -> cut of a fused layer, in addition to those of the common
+            model classes, such as {"MyAttention.wqkv": {"blocks": 3}}; a function of the parent
+            module may compute it.
     """
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    named = [(name, p) for name, p in bare_parameters(model) if p.requires_grad]
     if not named:
         raise ValueError(f"{type(model).__name__} has no trainable parameters: nothing to plan")
     check_model(model, named)
     patterns = Patterns([name for name, _ in named])
     declared = _declared_roles(patterns, stacks, transposed, matrix, adamw)
-    roles = find_roles(model, named, patterns, declared, head)
+    roles = find_roles(model, named, patterns, declared, head, layouts)
     cuts = {
         "blocks": patterns.lookup("blocks", (blocks or {}).items()),
         "interleaved": patterns.lookup("interleaved", (interleaved or {}).items()),
@@ -166,17 +178,20 @@ def plan(
     for name, p in named:
         role = roles[name]
         name_cuts, name_overrides = _cuts_of(name, role, cuts), overridden.get(name, {})
-        conflicts = {"algorithm", *name_cuts, *role.values}.intersection(name_overrides)
+        structure = declare_cuts(role.values, name_cuts)
+        conflicts = {"algorithm", *structure}.intersection(name_overrides)
         if conflicts:
             raise ValueError(
                 f"overrides sets {', '.join(sorted(conflicts))} of '{name}', which is already set: "
                 "use matrix=, adamw=, stacks=, transposed=, blocks=, interleaved= or "
                 "column_blocks= instead"
             )
-        values = {**role.values, **name_cuts, **defaults[role.algorithm], **name_overrides}
+        values = {**structure, **defaults[role.algorithm], **name_overrides}
         values["algorithm"] = role.algorithm
         group = groups.setdefault(repr(sorted(values.items())), {"params": [], **values})
         group["params"].append((name, p))
+    warn_if_fused(groups.values(), cuts["blocks"])
+    warn_if_one_row(groups.values(), declared)
     return Plan(groups.values(), {name: role.reason for name, role in roles.items()})
 
 
