@@ -103,6 +103,7 @@ EMBEDDING_NAMES = frozenset(
 # layer in torchvision's ResNet and a Sequential in timm's with a deep stem.
 STEM_NAMES = frozenset(("stem", "conv_stem", "embedder"))
 TOP_LEVEL_STEMS = frozenset(("conv1",))
+STEM_LAYERS = frozenset(("WhisperEncoder.conv1", "WhisperEncoder.conv2"))  # "ParentClass.attribute"
 TOP_LEVEL_HEADS = frozenset(("fc",))  # ResNet's head at the top level, a hidden layer below it
 ROUTER_NAMES = frozenset(("router",))
 # A router if its parent also has experts, otherwise a GLU's gate.
@@ -269,7 +270,7 @@ def _infer_role(name: str, p: Tensor, owners: list[Owner], layouts: Layouts) -> 
 
 def _reason_for_adamw(owner: Owner, p: Tensor) -> str | None:
     """Return why a parameter with two or more dimensions is not a hidden matrix, or None."""
-    path, module, attribute, _ = owner
+    module, attribute = owner.module, owner.attribute
     if isinstance(module, NORMS):
         return "norm"
     if attribute in ("bias_k", "bias_v"):
@@ -283,12 +284,19 @@ def _reason_for_adamw(owner: Owner, p: Tensor) -> str | None:
     if isinstance(module, CONVOLUTIONS):
         if 1 < module.groups == module.in_channels:
             return "depthwise"
-        names = path.split(".")
-        if STEM_NAMES.intersection(names) or names[0] in TOP_LEVEL_STEMS:
+        if _is_stem(owner):
             return "input convolution"
     if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
         return "transposed convolution"  # its rows are not its outputs
     return None
+
+
+def _is_stem(owner: Owner) -> bool:
+    names = owner.path.split(".")
+    if STEM_NAMES.intersection(names) or names[0] in TOP_LEVEL_STEMS:
+        return True
+    classes = type(owner.parent).__mro__
+    return any(f"{kind.__name__}.{names[-1]}" in STEM_LAYERS for kind in classes)
 
 
 def _structure(p: Tensor, owner: Owner, layouts: Layouts) -> Values:
