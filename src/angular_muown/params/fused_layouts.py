@@ -22,7 +22,8 @@ Values = Mapping[str, Any]
 Entry = Values | Callable[[Any], Values]
 Layouts = Mapping[str, Entry]
 
-LAYOUT_KEYS = ("blocks", "interleaved", "column_blocks", "transposed", "view")
+CUT_KEYS = ("blocks", "interleaved", "column_blocks")
+LAYOUT_KEYS = (*CUT_KEYS, "transposed", "view")
 
 
 def _rows(layer: nn.Module) -> int:
@@ -153,4 +154,5 @@ def declare_cuts(known: Values, declared: Values) -> dict[str, Any]:
     kept = dict(known)
     if "blocks" in declared and declared["blocks"] != kept.get("blocks"):
         kept.pop("interleaved", None)
-    return {**kept, **declared}
+    # One block is the whole matrix: no cut, as in state dicts that were saved without one.
+    return {key: x for key, x in {**kept, **declared}.items() if key not in CUT_KEYS or x != 1}
