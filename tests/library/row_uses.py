@@ -45,6 +45,24 @@ def _gradient(owner: nn.Module, layer: nn.Module, forward: Forward, positions: i
     return _nonzero(gradient.flatten(0, -2)[0])
 
 
+def is_local(owner: nn.Module, layer: nn.Module, forward: Forward) -> list[bool]:
+    """True for each of the layer's outputs that no later position reads."""
+    return [not reached for reached in _gradient(owner, layer, forward, positions=2)]
+
+
+def is_silent(
+    owner: nn.Module, layer: nn.Module, forward: Forward, zero: Sequence[bool]
+) -> list[bool]:
+    """True for each of the layer's outputs that has no effect if those marked in `zero` are 0."""
+    kept = ~torch.tensor(zero)
+    hook = layer.register_forward_hook(lambda *a: a[-1] * kept)
+    fused, out = _outputs(owner, layer, lambda: forward(torch.arange(5, 8)[None]))
+    hook.remove()
+    weights = torch.linspace(1, 2, out.numel(), dtype=out.dtype).view_as(out)
+    (gradient,) = torch.autograd.grad((out * weights).sum(), fused)
+    return [not heard for heard in _nonzero(gradient.flatten(0, -2).abs().amax(0))]
+
+
 def gate_uses(owner: nn.Module, layer: nn.Module, forward: Forward) -> list[str]:
     """Return "gate" or "up" for each output of a layer inside a gated MLP: it is linear in up."""
     rows = _outputs(owner, layer, lambda: forward(torch.tensor([[5]])))[0].shape[-1]

@@ -371,12 +371,11 @@ def warn_if_fused(groups: Groups, declared: Collection[str] = (), *, stacklevel:
         if name not in declared and group.get("blocks") is None and is_usually_fused(name)
     ]
     if whole:
-        patterns = collapse(whole)
+        example = {pattern: _usual_blocks(pattern) for pattern in collapse(whole)}
         warnings.warn(
-            f"{', '.join(patterns)}: a layer of this name usually fuses several matrices (q, k, v; "
-            "gate, up), but it is stepped as one. Declare its row blocks, such as "
-            f"blocks={{'{patterns[0]}': 3}} (and interleaved= if their rows alternate), or "
-            f"blocks={{'{patterns[0]}': 1}} if it is one matrix",
+            f"{', '.join(example)}: a layer of this name usually fuses several matrices (q, k, v; "
+            "gate, up), but it is stepped as one. Declare its row blocks or their sizes, such as "
+            f"blocks={example}, and interleaved= if their rows alternate. 1 keeps it whole",
             UserWarning,
             stacklevel=stacklevel,
         )
@@ -403,6 +402,10 @@ def is_usually_fused(name: str) -> bool:
     """True if a parameter has the name of a layer that usually fuses several matrices."""
     *path, last = name.split(".")
     return FUSED_NAMES.fullmatch(path[-1] if path and last == "weight" else last) is not None
+
+
+def _usual_blocks(name: str) -> int:
+    return 3 if re.search(r"qkv|c_attn|query_key_value", name, re.IGNORECASE) else 2
 
 
 def collapse(names: Iterable[str]) -> list[str]:
