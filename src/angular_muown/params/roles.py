@@ -142,6 +142,7 @@ def find_roles(
         head: pattern(s) of the output head, "auto" or None.
         layouts: "ParentClass.attribute" -> group values, in addition to the known fused layouts.
     """
+    model = unwrap(model)
     _check_layouts(model, layouts or {})
     table = {**FUSED_LAYOUTS, **(layouts or {})}
     owners = _owners(model)
@@ -188,6 +189,7 @@ def hidden_matrices(model: nn.Module) -> dict[str, dict[str, Any]]:
 
     A parameter whose role is unknown counts as one.
     """
+    model = unwrap(model)
     named = bare_parameters(model)
     owners = _owners(model)
     heads = _find_heads(model, named, owners, Patterns(name for name, _ in named), "auto")
@@ -231,7 +233,7 @@ def _find_heads(
     if head != "auto":
         globs = [head] if isinstance(head, str) else list(head)
         return {name for pattern in globs for name in patterns.matching("head", pattern)}
-    reported = getattr(unwrap(model), "get_output_embeddings", lambda: None)()
+    reported = getattr(model, "get_output_embeddings", lambda: None)()
     weights = set(reported.parameters()) if isinstance(reported, nn.Module) else set()
     return {
         name
