@@ -11,36 +11,53 @@ from typing import Any
 
 import griffe
 
+FAMILY = "angular_muown.optimizers"
+# The one member whose for_model is listed: those of the others differ as their constructors do.
+SHOWS_FOR_MODEL = "AngularMuown"
+KINDS = {
+    RuntimeParameter.KEYWORD_ONLY: griffe.ParameterKind.keyword_only,
+    RuntimeParameter.POSITIONAL_OR_KEYWORD: griffe.ParameterKind.positional_or_keyword,
+}
+
 
 class RuntimeDocstrings(griffe.Extension):
-    """Replace the docstring and the parameters of a class if they differ at run time."""
+    """Replace the docstring and the parameters of the family's classes by those at run time."""
 
     def on_class_members(self, *, cls: griffe.Class, **_: Any) -> None:
-        runtime: Any = getattr(import_module(cls.module.path), cls.name, None)
-        if runtime is None or not cls.path.startswith("angular_muown.optimizers."):
+        if cls.module.path != FAMILY:
             return
+        runtime: Any = getattr(import_module(FAMILY), cls.name)
         cls.docstring = griffe.Docstring(getdoc(runtime) or "", parent=cls)
         init = cls.members.get("__init__")
         if isinstance(init, griffe.Function):
-            init.parameters = griffe.Parameters(*_parameters(runtime.__init__, init))
+            init.parameters = _parameters(runtime.__init__, init.parameters)
+        if cls.name == SHOWS_FOR_MODEL:
+            cls.set_member("for_model", _for_model(runtime, cls))
 
 
-def _parameters(runtime: Any, static: griffe.Function) -> list[griffe.Parameter]:
-    """Return the parameters that `runtime` shows, with the annotations of the source."""
-    known = {p.name: p for p in static.parameters}
-    return [
-        known.get(p.name)
-        or griffe.Parameter(
-            p.name,
-            kind=griffe.ParameterKind.keyword_only,
-            annotation=_annotation(p),
-            default=repr(p.default),
-        )
-        for p in signature(runtime).parameters.values()
-    ]
+def _for_model(runtime: Any, cls: griffe.Class) -> griffe.Function:
+    function = griffe.Function("for_model", parameters=_parameters(runtime.for_model), parent=cls)
+    function.docstring = griffe.Docstring(getdoc(runtime.for_model) or "", parent=function)
+    function.labels.add("classmethod")
+    return function
+
+
+def _parameters(runtime: Any, known: griffe.Parameters | None = None) -> griffe.Parameters:
+    """Return the parameters that `runtime` shows, with the annotations of the source if known."""
+    static = {p.name: p for p in known or ()}
+    return griffe.Parameters(
+        *(static.get(p.name) or _parameter(p) for p in signature(runtime).parameters.values())
+    )
+
+
+def _parameter(p: RuntimeParameter) -> griffe.Parameter:
+    default = None if p.default is RuntimeParameter.empty else repr(p.default)
+    return griffe.Parameter(p.name, kind=KINDS[p.kind], annotation=_annotation(p), default=default)
 
 
 def _annotation(parameter: RuntimeParameter) -> str:
     kind = parameter.annotation
     text = kind.__name__ if isinstance(kind, type) else str(kind)
-    return text.replace("typing.", "").replace("torch.distributed.distributed_c10d.", "")
+    for prefix in ("typing.", "collections.abc.", "torch.distributed.distributed_c10d.", "torch."):
+        text = text.replace(prefix, "")
+    return text

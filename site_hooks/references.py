@@ -21,6 +21,7 @@ from angular_lab.config.spec import Spec
 from angular_lab.experiments.comparison import EXPERIMENTS, experiment
 from angular_lab.experiments.cost import cost, flops_per_token
 from angular_muown import AngularMuown, NorMuon
+from angular_muown.params.fused_layouts import FUSED_LAYOUTS
 from angular_muown.params.options import ENGINE_DEFAULTS, RULES
 from site_hooks.links import ROOT
 
@@ -181,17 +182,29 @@ def _group_keys() -> str:
 
 def _structure_rules() -> str:
     rows = [
-        (f"`{key}`", RULES[key][1], f"`{ENGINE_DEFAULTS[key]!r}`")
+        (f"`{key}`", RULES[key][1], f"`{ENGINE_DEFAULTS.get(key)!r}`")
         for key in STRUCTURE
         if key in RULES
     ]
     return _table(["key", "must be", "default"], rows)
 
 
+def _fused_layouts() -> str:
+    rows = []
+    for key, entry in FUSED_LAYOUTS.items():
+        if callable(entry):
+            cut = (inspect.getdoc(entry) or "computed from the module").partition("\n")[0]
+        else:
+            cut = ", ".join(f"`{name}={value!r}`" for name, value in entry.items())
+        rows.append((f"`{key}`", cut))
+    return _table(["class and attribute", "cut"], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "cli": _cli,
     "experiments-paper": lambda: _experiments("paper"),
     "experiments-s": lambda: _experiments("s"),
+    "fused-layouts": _fused_layouts,
     "group-keys": _group_keys,
     "group-structure": _structure_rules,
     "named-runs": _named_runs,
