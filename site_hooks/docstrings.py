@@ -4,6 +4,7 @@ The members of the family share arguments, whose descriptions are merged into ea
 created. Griffe reads source code and would not see them.
 """
 
+import re
 from importlib import import_module
 from inspect import Parameter as RuntimeParameter
 from inspect import getdoc, signature
@@ -27,7 +28,7 @@ class RuntimeDocstrings(griffe.Extension):
         if cls.module.path != FAMILY:
             return
         runtime: Any = getattr(import_module(FAMILY), cls.name)
-        cls.docstring = griffe.Docstring(getdoc(runtime) or "", parent=cls)
+        cls.docstring = _docstring(runtime, cls, cls)
         init = cls.members.get("__init__")
         if isinstance(init, griffe.Function):
             init.parameters = _parameters(runtime.__init__, init.parameters)
@@ -37,9 +38,25 @@ class RuntimeDocstrings(griffe.Extension):
 
 def _for_model(runtime: Any, cls: griffe.Class) -> griffe.Function:
     function = griffe.Function("for_model", parameters=_parameters(runtime.for_model), parent=cls)
-    function.docstring = griffe.Docstring(getdoc(runtime.for_model) or "", parent=function)
+    function.docstring = _docstring(runtime.for_model, function, cls)
     function.labels.add("classmethod")
     return function
+
+
+def _docstring(
+    runtime: Any, parent: griffe.Class | griffe.Function, like: griffe.Class
+) -> griffe.Docstring:
+    """Return the docstring at run time, with the parser and the options of another one."""
+    known = like.docstring
+    assert known is not None
+    text = (getdoc(runtime) or "").replace("Example:\n", "Examples:\n")  # Griffe's section
+    return griffe.Docstring(
+        re.sub(r"<(?=\w)", "&lt;", text),  # <Q_i, U_i> is not HTML
+        parent=parent,
+        lineno=known.lineno,
+        parser=known.parser,
+        parser_options=known.parser_options,
+    )
 
 
 def _parameters(runtime: Any, known: griffe.Parameters | None = None) -> griffe.Parameters:

@@ -22,7 +22,7 @@ from angular_lab.experiments.comparison import EXPERIMENTS, experiment
 from angular_lab.experiments.cost import cost, flops_per_token
 from angular_muown import AngularMuown, NorMuon
 from angular_muown.params.fused_layouts import FUSED_LAYOUTS
-from angular_muown.params.options import ENGINE_DEFAULTS, RULES
+from angular_muown.params.options import COMMON_DEFAULTS, ENGINE_DEFAULTS, RULES
 from site_hooks.links import ROOT
 
 MARK = re.compile(r"^<!-- generate: ([\w-]+) -->$", re.MULTILINE)
@@ -165,14 +165,16 @@ def described(docstring: str | None) -> dict[str, str]:
 def _group_keys() -> str:
     weight = torch.nn.Parameter(torch.eye(2))
     members = (AngularMuown([weight]), NorMuon([weight]))
-    defaults = {k: v for member in reversed(members) for k, v in member.defaults.items()}
+    defaults: dict[str, Any] = {**COMMON_DEFAULTS}
+    for member in reversed(members):
+        defaults |= member.defaults
     meaning = described(NorMuon.__doc__) | described(AngularMuown.__doc__)
     rows = [
         (
             f"`{key}`",
             expected,
             f"`{defaults[key]!r}`" if key in defaults else "",
-            meaning.get(key, ""),
+            meaning.get(key, "").replace("<", "&lt;"),
         )
         for key, (_, expected) in RULES.items()
         if key not in (*STRUCTURE, *COUNTERS)
