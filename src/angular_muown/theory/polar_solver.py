@@ -301,7 +301,7 @@ def select(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
 # problem in every step: the last multiplier is nearly right, and one or two steps keep it so.
 
 # Smoothing, relative to the mean singular value. Solutions for square matrices have a zero singular
-# value, where the polar factor jumps and is not tangent. docs/evidence/what-did-not-help.md compares
+# value, where the polar factor jumps and is not tangent. docs/evidence/what-did-not-help.md has
 # other values.
 SOFTNESS = 0.05
 
