@@ -40,7 +40,7 @@ def filled(markdown: str) -> str:
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     def line(cells: Iterable[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        return "| " + " | ".join(cells) + " |"
 
     head = list(head)
     return "\n".join([line(head), line(["---"] * len(head)), *map(line, rows)])
@@ -61,7 +61,7 @@ def _cli() -> str:
 
 
 def _command(name: str, parser: argparse.ArgumentParser) -> str:
-    usage = parser.format_usage().removeprefix("usage: ").strip()
+    usage = parser.format_usage().removeprefix("usage: ").strip().replace("\n       ", "\n")
     options = [action for action in parser._actions if action.dest not in ("help", "traceback")]
     parts = [f"## {name}", parser.description or "", f"```text\n{usage}\n```"]
     if options:

@@ -15,6 +15,7 @@ from angular_lab.experiments.comparison import EXPERIMENTS
 from angular_muown.params.options import RULES
 from site_hooks.links import rewritten
 from site_hooks.references import commands, described, filled
+from tests.lab.report.test_report_browser import BROWSER, NAMES, browse
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -72,19 +73,21 @@ def test_for_model_lists_the_arguments_of_the_plan_and_of_the_constructor(api: s
         assert shown.get(argument), argument
 
 
-def test_every_command_and_option_is_listed(site: Path) -> None:
+def test_every_command_is_listed_and_every_option_described(site: Path) -> None:
     page = unescape((site / "reference" / "cli.html").read_text())
     for name, parser in commands().items():
         assert f'id="{name}"' in page, name
         for action in parser._actions:
+            assert action.help, f"{name} {action.dest}"
             for option in action.option_strings:
                 assert option in page, f"{name} {option}"
 
 
-def test_every_key_of_a_run_is_listed(site: Path) -> None:
+def test_every_key_of_a_run_is_described(site: Path) -> None:
     page = (site / "reference" / "run-spec.html").read_text()
+    rows = dict(re.findall(r"<td><code>([\w.]+)</code></td>(.*?)</tr>", page, re.DOTALL))
     for key in keys(Spec()):
-        assert f"<code>{key}</code>" in page, key
+        assert re.search(r"<td>[^<]+</td>\s*$", rows[key]), key
 
 
 def test_every_experiment_is_listed_with_its_hours(site: Path) -> None:
@@ -135,3 +138,21 @@ def test_descriptions_are_read_from_docstrings() -> None:
     assert described("Do.\n\nArgs:\n    x: a number\n        of things.\n")["x"] == (
         "a number of things."
     )
+
+
+def test_no_formula_is_left_as_text(site: Path) -> None:
+    for path in site.rglob("*.html"):
+        if "source" not in path.relative_to(site).parts:
+            body = path.read_text().partition("<article")[2].partition("</article>")[0]
+            text = re.sub(r"<(code|pre|script)\b.*?</\1>", "", body, flags=re.DOTALL)
+            assert "$" not in text, f"{path.name}: {text[max(0, text.find('$') - 60) :][:120]}"
+
+
+@pytest.mark.skipif(
+    BROWSER is None, reason=f"none of {', '.join(NAMES)} is on PATH: apt-get install chromium"
+)
+@pytest.mark.parametrize("page", ["explanation/method", "explanation/theory"])
+def test_formulas_are_rendered(site: Path, tmp_path: Path, page: str) -> None:
+    shown = browse(tmp_path, site / f"{page}.html", "--dump-dom", "--virtual-time-budget=5000")
+    assert shown.count('class="katex"') == shown.count('class="arithmatex"') > 50
+    assert "katex-error" not in shown
