@@ -22,7 +22,8 @@ Values = Mapping[str, Any]
 Entry = Values | Callable[[Any], Values]
 Layouts = Mapping[str, Entry]
 
-LAYOUT_KEYS = ("blocks", "interleaved", "column_blocks", "transposed", "view")
+CUT_KEYS = ("blocks", "interleaved", "column_blocks")
+LAYOUT_KEYS = (*CUT_KEYS, "transposed", "view")
 
 
 def _rows(layer: nn.Module) -> int:
@@ -63,11 +64,26 @@ def _latent_and_rope(attention: Any) -> Values:
     return {"blocks": (attention.kv_lora_rank, attention.qk_rope_head_dim)}
 
 
-def _key_and_value(attention: Any) -> Values:
+def _key_and_value(attribute: str) -> Callable[[Any], Values]:
     """Return the cut of its up projection: per head, the key's rows without rope, then v's."""
-    heads = attention.num_heads
-    key, value = heads * attention.qk_nope_head_dim, heads * attention.v_head_dim
-    return {"blocks": (key, value), "interleaved": heads}
+
+    def values(attention: Any) -> Values:
+        key, value = attention.qk_nope_head_dim, attention.v_head_dim
+        heads = _rows(getattr(attention, attribute)) // (key + value)
+        return {"blocks": (heads * key, heads * value), "interleaved": heads}
+
+    return values
+
+
+def _mamba2(mixer: Any) -> Values:
+    """Return the cut of Mamba-2's input projection: gate, x, B, C and time steps."""
+    inner, state = mixer.intermediate_size, mixer.n_groups * mixer.ssm_state_size
+    return {"blocks": (inner, inner, state, state, mixer.num_heads)}
+
+
+def _mamba_states(mixer: Any) -> Values:
+    """Return the cut of Mamba's second projection: time steps, B and C."""
+    return {"blocks": (mixer.time_step_rank, mixer.ssm_state_size, mixer.ssm_state_size)}
 
 
 def _torchtitan(projection: Any) -> Values:
@@ -89,12 +105,18 @@ FUSED_LAYOUTS: dict[str, Entry] = {
     "ModernBertAttention.Wqkv": {"blocks": 3},
     "ModernBertMLP.Wi": {"blocks": 2},
     "DeepseekV3Attention.kv_a_proj_with_mqa": _latent_and_rope,
-    "DeepseekV3Attention.kv_b_proj": _key_and_value,
+    "DeepseekV3Attention.kv_b_proj": _key_and_value("kv_b_proj"),
+    "MambaMixer.in_proj": {"blocks": 2},
+    "MambaMixer.x_proj": _mamba_states,
+    "Mamba2Mixer.in_proj": _mamba2,
+    # torchtitan
     "FusedQKVLinear.wqkv": _torchtitan,
-    "GroupedExperts.w1_EFD": {"view": "stack"},
-    "GroupedExperts.w2_EDF": {"view": "stack"},
-    "GroupedExperts.w3_EFD": {"view": "stack"},
-}
+    "Attention.wkv_a": _latent_and_rope,
+    "Attention.wkv_b": _key_and_value("wkv_b"),
+    "GptOssGroupedExperts.mlp1_weight_EGD": lambda experts: {
+        "view": "stack", "blocks": 2, "interleaved": experts.mlp1_weight_EGD.shape[1] // 2
+    },
+}  # fmt: skip
 
 
 def find_layout(
@@ -153,4 +175,5 @@ def declare_cuts(known: Values, declared: Values) -> dict[str, Any]:
     kept = dict(known)
     if "blocks" in declared and declared["blocks"] != kept.get("blocks"):
         kept.pop("interleaved", None)
-    return {**kept, **declared}
+    # One block is the whole matrix: no cut, as in state dicts that were saved without one.
+    return {key: x for key, x in {**kept, **declared}.items() if key not in CUT_KEYS or x != 1}
