@@ -1,9 +1,14 @@
 """AngularMuown for JAX: an optax transformation that matches the torch optimizer numerically.
 
+    schedule = optax.join_schedules(                     # warm-up, constant, cooldown
+        [optax.linear_schedule(0.0, 0.02, 100), optax.constant_schedule(0.02),
+         optax.linear_schedule(0.02, 0.0, 1000)], [100, 4000])
     labels = partial(label, rules={"*embed*": "adamw", "head/*": "adamw", "*/kernel": "transposed"})
-    optimizer = with_adamw(0.02, labels, aux_learning_rate=2e-3, warmup_steps=100)
+    optimizer = with_adamw(schedule, labels, warmup_steps=100)
     state = optimizer.init(params)
     updates, state = optimizer.update(gradients, state, params)        # W' - W
+
+With a schedule that falls over most of the run, pass decay_degree=0, which switches kappa off.
 
 Features beyond the paper are in torch only, and so are blocks: split a fused kernel into its parts,
 or stack parts of equal shape as (..., m, n) and label them as a stack.
