@@ -53,8 +53,8 @@ class Headline:
         self.results = sorted(results, key=lambda result: result.mean)
 
     def table(self) -> Rows:
-        head = ["optimizer", "loss", "above AngularMuown", "95% interval", "fewer tokens"]
-        return [[*head, "AngularMuown is lower?"], *map(self._row, self.results)]
+        head = ["optimizer", "loss", "AngularMuown is lower?", "by", "95% interval", "fewer tokens"]
+        return [head, *map(self._row, self.results)]
 
     def _row(self, result: Result) -> list[str]:
         cells = [result.title, f"{result.mean:.4f}"]
@@ -63,9 +63,9 @@ class Headline:
         above = lead(result.ours, result.losses)
         interval = f"{above['low']:.3f} to {above['high']:.3f}"
         faster: Facts = speed_up(self.curves, result.losses)
-        times = f"{faster['mean']:.2f}×" if faster else "none"
+        times = f"{faster['mean']:.2f}×" if faster else "not reached"
         verdict = judge(judging(result.ours), judging(result.losses))
-        return [*cells, f"{above['mean']:.3f}", interval, times, verdict]
+        return [*cells, verdict, f"{above['mean']:.3f}", interval, times]
 
     def figure(self) -> str:
         return Drawing(self.results).svg()

@@ -103,11 +103,6 @@ def facts(kept: Kept) -> Facts:
             "decay_gain": {s: loss["normuon"][s] - loss["normuon_decay"][s] for s in SCHEDULES},
             "hyperball_20%": sweep.best[_arm(*UNFINISHED)].loss,
             "hyperball_below_adamw": least["adamw"] - least["hyperball"],
-            "highest_lr": {
-                f"{m}_{s}": list(grid(sweep, _arm(m, s)).values())[-1]
-                for m in ("normuon", "normuon_decay")
-                for s in ("20%", "linear")
-            },
             **_grids(one_pass),
             **_kappa(one_pass),
             **_claims(one_pass, least),
@@ -213,7 +208,6 @@ def _whole(sweep: SweepResults) -> Facts:
         "seeds_apart": {key: x["max"] - x["min"] for key, x in apart.items()},
         "inconclusive": outcome(ours, other) == "inconclusive"
         and gap["mean"] < min(0.005, apart["linear"]["max"] - apart["linear"]["min"]),
-        "cooldown_50%_gain": seed_0["linear"] - seed_0["cooldown_50%"],
         "cooldown_50%_lowest": min(sweep.trials, key=loss).arm == arms["cooldown_50%"],
         "only_two_methods_are_judged": {*at["cooldown_50%"], *at["muon"]} == {0},
     }

@@ -6,7 +6,7 @@ from angular_lab.experiments import statistics
 from angular_lab.experiments.published import CLAIMED_SPEED_UPS, TEASER
 from angular_lab.experiments.statistics import paired_differences, student_interval
 from angular_lab.report.read import SweepResults
-from angular_lab.report.tables import seeds_form, tokens_form
+from angular_lab.report.tables import tokens_form
 from evidence.comparison import Comparison
 from evidence.kept import OURS, Kept, Rows
 from evidence.measures import speed_up
@@ -48,7 +48,7 @@ def pairs(sweep: SweepResults) -> Rows:
             continue
         ends = student_interval(paired.differences)
         interval = f"{ends[0]:+.4f} to {ends[1]:+.4f}" if ends else "-"
-        cells = [f"{paired.mean:+.4f}", interval, seeds_form(paired.seeds)]
+        cells = [f"{paired.mean:+.4f}", interval, ", ".join(map(str, paired.seeds))]
         tokens = tokens_form(sweep.tokens(horizon))
         rows.append([title(a), title(b), tokens, *cells, judge(ours, other)])
     return [["method", "against", "tokens", "difference", "95% interval", "seeds", "lower?"], *rows]
