@@ -13,7 +13,10 @@ SOURCE = "source"  # folder of the site with the files outside of docs/
 LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json", ".yml": "yaml", ".cff": "yaml"}
 
 LINK = re.compile(r"(?<=\]\()([^)#\s]+)(#[^)\s]*)?(?=\))")
-CODE = re.compile(r"(```.*?```|~~~.*?~~~|`[^`\n]+`)", re.DOTALL)
+CODE = re.compile(
+    r"^(?P<fence>```+|~~~+).*?^(?P=fence)\s*$|(?P<tick>`+)(?!`).+?(?<!`)(?P=tick)(?!`)",
+    re.DOTALL | re.MULTILINE,
+)
 
 
 def _target(link: str, here: str) -> str | None:
@@ -24,8 +27,7 @@ def _target(link: str, here: str) -> str | None:
 
 
 def _links(text: str) -> list[str]:
-    prose = "".join(part for i, part in enumerate(CODE.split(text)) if i % 2 == 0)
-    return [match[1] for match in LINK.finditer(prose)]
+    return [match[1] for match in LINK.finditer(CODE.sub("", text))]
 
 
 def repository_files(root: Path) -> list[str]:
@@ -70,6 +72,8 @@ def rewritten(text: str, here: str, uri: str) -> str:
         inside = path.removeprefix("docs/") if path.startswith("docs/") else f"{SOURCE}/{path}.md"
         return relpath(inside, PurePosixPath(uri).parent.as_posix() or ".") + (match[2] or "")
 
-    parts = CODE.split(text)
-    parts[::2] = [LINK.sub(link, part) for part in parts[::2]]
-    return "".join(parts)
+    result, end = "", 0
+    for code in CODE.finditer(text):
+        result += LINK.sub(link, text[end : code.start()]) + code[0]
+        end = code.end()
+    return result + LINK.sub(link, text[end:])
