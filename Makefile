@@ -81,6 +81,7 @@ wheel: $(VENV)/.installed
 # Rewrite constraints.txt with the newest versions that pyproject.toml allows. Run the tests after.
 lock: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --requirement hosts.txt
 	{ sed '/^[^#]/,$$d' constraints.txt; $(BIN)/python -m pip freeze --exclude-editable \
 		| sed -E '/@/d; s/\+(cpu|cu[0-9]+)$$//'; } > constraints.new
 	mv constraints.new constraints.txt

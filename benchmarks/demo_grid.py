@@ -22,7 +22,7 @@ GRIDS = {
     "adamw": [(lr, lr) for lr in (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)],
     "muon": [(lr, aux) for lr in (0.005, 0.01, 0.02, 0.04) for aux in AUX],
     "muown": [(lr, aux) for lr in (0.01, 0.02, 0.04) for aux in (*AUX, 0.016)],
-    "angular_muown": [(lr, aux) for lr in (0.04, 0.08, 0.16) for aux in AUX],
+    "angular_muown": [(lr, aux) for lr in (0.02, 0.04, 0.08) for aux in AUX],
 }
 DECAY = {"adamw": 0.1, "muon": 0.1}  # as in the paper; the others have none
 
