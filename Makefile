@@ -82,9 +82,10 @@ wheel: $(VENV)/.installed
 lock: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable '.[dev]'
 	$(BIN)/python -m pip install --quiet --upgrade --no-deps --requirement hosts.txt
-	{ sed '/^[^#]/,$$d' constraints.txt; $(BIN)/python -m pip freeze --exclude-editable \
-		| sed -E '/@/d; s/\+(cpu|cu[0-9]+)$$//'; } > constraints.new
-	mv constraints.new constraints.txt
+	sed -i '/^[^#]/d' constraints.txt
+	$(BIN)/python -m pip freeze --exclude-editable > $(VENV)/freeze
+	sed -E '/@/d; s/\+(cpu|cu[0-9]+)$$//' $(VENV)/freeze >> constraints.txt
+	touch $(VENV)/.demo $(VENV)/.installed
 
 clean:
 	rm -rf $(VENV) demo
