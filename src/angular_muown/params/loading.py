@@ -34,7 +34,7 @@ SavedGroup = dict[str, Any]
 State = dict[str, Any]
 SHAPED_LIKE_WEIGHT = ("momentum_buffer", "master", "average")
 # These define what the state means: a state dict with other values belongs to other groups.
-MEANING_KEYS = ("algorithm", "view", "transposed", "blocks", "column_blocks")
+MEANING_KEYS = ("algorithm", "view", "transposed", "blocks", "column_blocks", "interleaved")
 # These select the method or kappa. The state fits either value, so a silent change would go
 # unnoticed.
 METHOD_KEYS = (
@@ -52,9 +52,9 @@ class LoadTarget(Protocol):
     """What loading needs from an engine."""
 
     param_groups: list[Group]
-    defaults: dict[str, Any]
     state: Any
 
+    def group_defaults(self) -> dict[str, Any]: ...
     def recipe(self, group: Group) -> Recipe: ...
     def release(self) -> None: ...
 
@@ -189,7 +189,11 @@ def _complete(optimizer: LoadTarget, index: int, saved: Values) -> SavedGroup:
     """Return a checked copy of a saved group, with defaults for keys that it lacks."""
     current = optimizer.param_groups[index]
     start = {key: current[key] for key in ("base_lr",) if key in current}
-    group = {**optimizer.defaults, **start, **_copy_group(saved, index, optimizer.defaults)}
+    group = {
+        **optimizer.group_defaults(),
+        **start,
+        **_copy_group(saved, index, optimizer.group_defaults()),
+    }
     if "lr" not in saved:
         raise ValueError(f"group {index} of the state dict has no lr")
     if group["state_dtype"] == "float16":  # from version 0.1; its range is too small for momentum
@@ -235,14 +239,17 @@ def _integer(value: Any, default: Any) -> Any:
 def _check_meaning(optimizer: LoadTarget, saved_groups: list[SavedGroup]) -> None:
     for i, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
         for key in MEANING_KEYS:
-            current, loaded = (
-                list(v) if isinstance(v := g[key], tuple) else v for g in (group, saved)
-            )
+            current, loaded = (_meaning(g.get(key)) for g in (group, saved))
             if current != loaded:
                 raise ValueError(
                     f"group {i} was saved with {key}={loaded!r}, but has {key}={current!r} in this "
                     f"optimizer: {ADVICE}"
                 )
+
+
+def _meaning(value: Any) -> Any:
+    """Return a value that is equal for settings that mean the same: one block is no cut."""
+    return list(value) if isinstance(value, tuple) else None if value == 1 else value
 
 
 def _check_not_empty(optimizer: LoadTarget, saved_groups: list[SavedGroup], states: Any) -> None:
