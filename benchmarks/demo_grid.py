@@ -1,8 +1,10 @@
 """Learning rates for `make demo`: the named run nano, each optimizer over a grid.
 
-python benchmarks/demo_grid.py --out results/demo_grid.json [--only angular_muown]
+python benchmarks/demo_grid.py --out results/demo_grid.json [--only angular_muown] [--lr 0.04]
 
-Rows that the file has already are kept and not run again, so a grid can be extended.
+Rows that the file has already are kept, and not run again on the same device: a grid can be
+extended. Losses of two devices are not comparable if their Pythons differ: the corpus is Python's
+standard library.
 """
 
 import argparse
@@ -10,6 +12,8 @@ import json
 import tempfile
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from angular_lab.config.spec import Spec
 from angular_lab.demo import OURS, demo_spec
@@ -27,38 +31,43 @@ GRIDS = {
 DECAY = {"adamw": 0.1, "muon": 0.1}  # as in the paper; the others have none
 
 
-def setting(spec: Spec) -> dict[str, Any]:
+def setting(spec: Spec, device: str) -> dict[str, Any]:
     """Return what identifies a row of the grid."""
     optim = spec.optim
     values: dict[str, Any] = {"optimizer": optim.name, "lr": optim.lr, "aux_lr": optim.aux_lr}
     if optim.name == OURS:
         values["decay_scale"] = optim.decay_scale
-    return values | {"steps": spec.steps}
+    return values | {"steps": spec.steps, "device": device}
 
 
-def measure(spec: Spec) -> dict[str, Any]:
+def measure(spec: Spec, device: str) -> dict[str, Any]:
     """Train the spec and return its row."""
     with tempfile.TemporaryDirectory() as folder:
         run = train(spec, Path(folder) / "run")
-        versions = run.info.versions
-        where = {key: versions[key] for key in ("device", "torch", "python")}
-        return setting(spec) | {"val_loss": summary(run)["validation loss"], **where}
+        loss, versions = summary(run)["validation loss"], run.info.versions
+        where = {key: versions[key] for key in ("torch", "python")}
+        return setting(spec, device) | {"val_loss": loss, **where}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", choices=GRIDS, action="append", help="default: all optimizers")
+    parser.add_argument("--lr", type=float, nargs="+", help="default: all of the grid")
+    parser.add_argument("--aux-lr", type=float, nargs="+", help="default: all of the grid")
     parser.add_argument("--steps", type=int, help="per run; default: those of the demo")
     arguments = parser.parse_args()
     out: Path = arguments.out
     rows: list[dict[str, Any]] = json.loads(out.read_text())["results"] if out.exists() else []
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     for name in arguments.only or GRIDS:
         for lr, aux in GRIDS[name]:
-            spec = demo_spec(name, lr, aux, DECAY.get(name, 0.0), arguments.steps)
-            if any(setting(spec).items() <= row.items() for row in rows):
+            if lr not in (arguments.lr or [lr]) or aux not in (arguments.aux_lr or [aux]):
                 continue
-            rows.append(measure(spec))
+            spec = demo_spec(name, lr, aux, DECAY.get(name, 0.0), arguments.steps)
+            if any(setting(spec, device).items() <= row.items() for row in rows):
+                continue
+            rows.append(measure(spec, device))
             print(f"{name:14} {lr:7g} {aux:7g} {rows[-1]['val_loss']:.4f}", flush=True)
             out.write_text(json.dumps({"results": rows}, indent=1) + "\n")
 

@@ -89,8 +89,8 @@ def _about_kappa(spec: Spec) -> str:
     kappa = inverse_polynomial(last, spec.schedule.warmup, o.decay_scale, o.decay_degree)
     return (
         f"In the {OURS} run kappa falls from 1 to {kappa:.2f}, because its clock is scaled to the "
-        f"run: decay_scale is {KAPPA_FALL:g} / {spec.steps} steps = {o.decay_scale:.2g}. The default, "
-        "1e-3, is for runs of thousands of steps."
+        f"run: decay_scale is {KAPPA_FALL:g} / {spec.steps} steps = {o.decay_scale:.2g}. The "
+        "default, 1e-3, is for runs of thousands of steps."
     )
 
 
