@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile --c
 # Some virtual machines advertise AMX without allowing it: bf16 products would end in SIGILL.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: demo test test-quick check bench theory evidence format wheel lock clean
+.PHONY: demo test test-quick check bench theory evidence docs format wheel lock clean
 
 # The virtual environment without packages. Every error here is one line that says what to do.
 $(BIN)/python:
@@ -70,6 +70,10 @@ theory: $(VENV)/.installed
 # What README.md and docs/ quote of the kept results: results/facts.json, marked numbers, figures.
 evidence: $(VENV)/.installed
 	$(BIN)/python -m evidence
+
+# The documentation site, in build/site/. A warning is an error.
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 format: $(VENV)/.installed
 	$(BIN)/ruff format .

@@ -90,6 +90,13 @@ def _attempt(function: Callable[[argparse.Namespace], None], arguments: argparse
     return 0
 
 
+POSITIONAL = {
+    "named_run": "a name that `angular-lab named-runs` lists",
+    "run": "run folder",
+    "prompt": "the beginning of the text",
+}
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="angular-lab", description="The pre-training lab.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
@@ -105,7 +112,8 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         for argument in positional:
-            sub.add_argument(argument, type=Path if argument == "run" else str)
+            kind = Path if argument == "run" else str
+            sub.add_argument(argument, type=kind, help=POSITIONAL[argument])
         sub.add_argument(
             "--traceback", action="store_true", help="show the traceback of every error"
         )
