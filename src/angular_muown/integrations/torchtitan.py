@@ -90,10 +90,11 @@ def angular_muown(
 
     Args:
         lr: learning rate of the hidden matrices.
-        member, settings: class name of the optimizer and its arguments, such as warmup_steps.
-        aux_lr, aux_weight_decay: for AdamW's parameters, all but the hidden matrices; an aux_lr of
-            None is lr.
+        member: class name of the optimizer.
+        aux_lr: learning rate of AdamW, for all parameters but the hidden matrices; None is lr.
+        aux_weight_decay: weight decay of AdamW.
         plan: further arguments of `angular_muown.plan`, such as overrides.
+        **settings: arguments of the optimizer, such as warmup_steps.
     """
     return AngularMuownContainer.Config(
         member=member,
