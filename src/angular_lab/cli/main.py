@@ -10,6 +10,7 @@ import argparse
 import logging
 import time
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from angular_lab.cli.cluster import add_ranks
@@ -27,12 +28,20 @@ from angular_lab.training.signals import (
 )
 
 BAD_INPUT, NOT_FINITE = 2, 3
+REQUIRED = ("filelock", "jinja2", "matplotlib", "numpy", "tqdm")  # by every command: the demo extra
 log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     configure_logging()
+    if missing := [name for name in REQUIRED if find_spec(name) is None]:
+        log.error(
+            "error: angular-lab needs %s: install angular-muown with its lab extra, for example "
+            "pip install '.[lab]'",
+            ", ".join(missing),
+        )
+        return BAD_INPUT
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     arguments.began = began
