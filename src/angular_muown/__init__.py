@@ -10,13 +10,24 @@ from angular_muown.optimizers import (
     Muown,
     NorMuon,
     NorMuown,
+    create,
 )
 from angular_muown.params.options import Group
 from angular_muown.params.plan import Plan, plan
-from angular_muown.schedules import averaging, cosine, inverse_polynomial, wsd
+from angular_muown.schedules import (
+    averaging,
+    cosine,
+    cosine_schedule,
+    inverse_polynomial,
+    linear,
+    linear_schedule,
+    matching_lr,
+    wsd,
+    wsd_schedule,
+)
 from angular_muown.update import Recipe
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "AngleMonitor",
     "AngularMuown",
@@ -32,7 +43,13 @@ __all__ = [
     "Recipe",
     "averaging",
     "cosine",
+    "cosine_schedule",
+    "create",
     "inverse_polynomial",
+    "linear",
+    "linear_schedule",
+    "matching_lr",
     "plan",
     "wsd",
+    "wsd_schedule",
 ]

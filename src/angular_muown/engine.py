@@ -5,10 +5,11 @@ a step depends on is kept on the object, except the process group: torch drops a
 deepcopy and pickle, and caches may be dropped at any time.
 """
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -29,8 +30,15 @@ from angular_muown.params.options import (
     normalize_group,
     plain_values,
 )
+from angular_muown.params.plan import PLAN_ARGUMENTS, Plan, plan
 from angular_muown.params.stacks import OpenParameter, stacks
-from angular_muown.params.state import ensure_states, has_state, is_state_probe, states_of
+from angular_muown.params.state import (
+    ensure_states,
+    has_state,
+    is_state_probe,
+    state_bytes,
+    states_of,
+)
 from angular_muown.stages.context import State
 from angular_muown.update import Observer, Recipe, update_alone
 
@@ -93,19 +101,73 @@ class Engine(torch.optim.Optimizer):
     _fused: "FusedGroups | None" = None  # made at the first step on a GPU
     _session: "ExchangeSession | None" = None  # made at the first step that ranks share
     _checked: frozenset[Any] | set[Any] = frozenset()  # settings that the last step validated
+    _reasons: Mapping[str, str] = {}  # parameter name -> why plan() put it in its group
+    _betas: tuple[float, float] = ENGINE_DEFAULTS["betas"]
     process_group: Any = None
     param_groups: list[Group]  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         if "lr" not in defaults:
             raise TypeError(f"{type(self).__name__} has no default lr: add it to its defaults")
-        defaults = dict(defaults)
+        defaults = {**ENGINE_DEFAULTS, **plain_values(defaults)}
         self.process_group = options.check_process_group(defaults.pop("process_group", None))
+        # Not among torch's defaults: OneCycleLR and CyclicLR would cycle betas[0] instead of
+        # momentum.
+        self._betas = defaults.pop("betas")
+        for key in options.ADAMW_KEYS:  # absent unless set, so that old checkpoints fit
+            if defaults.get(key) is None:
+                defaults.pop(key, None)
         options.check_not_model(params, type(self).__name__)
-        super().__init__(params, {**ENGINE_DEFAULTS, **plain_values(defaults)})
+        if isinstance(params, Plan):
+            self._reasons = dict(params.reasons)
+        super().__init__(params, defaults)
+
+    @classmethod
+    def for_model(
+        cls, model: torch.nn.Module, lr: float | Tensor | None = None, **options: Any
+    ) -> Self:
+        """Sort the parameters of a model with `plan` and construct the optimizer.
+
+        Args:
+            model: hidden matrices go to the matrix rule, everything else to AdamW.
+            lr: learning rate; None is the member's default.
+            options: arguments of `plan` and of the optimizer's constructor.
+        """
+        for_plan = {key: options.pop(key) for key in PLAN_ARGUMENTS if key in options}
+        groups = plan(model, **for_plan)
+        return cls(groups, **({} if lr is None else {"lr": lr}), **options)
+
+    @property
+    def plan(self) -> Plan:
+        """What happens to each parameter, and the bytes of its state: `print(optimizer.plan)`."""
+        groups, sizes = [], {}
+        for i, group in enumerate(self.param_groups):
+            recipe = self.recipe(group) if group["algorithm"] == "matrix" else None
+            named = list(zip(options.parameter_names(group, i), group["params"], strict=True))
+            sizes |= {name: state_bytes(p, group, recipe) for name, p in named}
+            settings = options.changed_settings(group, self.group_defaults())
+            groups.append({**settings, "params": named})
+        reasons = {name: self._reasons.get(name, "given") for name in sizes}
+        return Plan(groups, reasons, sizes)
+
+    def __repr__(self) -> str:
+        """Show the settings that differ from the member's defaults, and what they apply to."""
+        arguments = inspect.signature(type(self)).parameters.items()
+        usual = {**ENGINE_DEFAULTS, **{name: argument.default for name, argument in arguments}}
+        settings = options.changed_settings(self.group_defaults(), {**usual, "lr": None})
+        values = ", ".join(f"{key}={x!r}" for key, x in settings.items() if key != "algorithm")
+        return f"{type(self).__name__}({values})\n{self.plan.summary()}"
+
+    def group_defaults(self) -> dict[str, Any]:
+        """Return the values of a group that sets nothing itself."""
+        return {**self.defaults, "betas": self._betas}
 
     def recipe(self, group: Group) -> Recipe:
-        """Return what this member does with the matrices of `group` at its current step."""
+        """Return what this member does with the matrices of a group at its current step.
+
+        Args:
+            group: a dict of `param_groups`.
+        """
         raise TypeError(
             f"{type(self).__name__} has no recipe: define it, or use a member of the family"
         )
@@ -116,10 +178,13 @@ class Engine(torch.optim.Optimizer):
         Args:
             param_group: a dict with `params` and values that replace the defaults.
         """
-        options.check_keys(param_group, self.defaults, type(self).__name__)
-        param_group = normalize_group(param_group, self.defaults, type(self))
+        defaults = self.group_defaults()
+        options.check_keys(param_group, defaults, type(self).__name__)
+        param_group = normalize_group(param_group, defaults, type(self))
         param_group["params"] = options.parameter_list(param_group["params"])
-        group = {**self.defaults, **param_group}
+        options.warn_if_unsorted(param_group, type(self).__name__)
+        param_group.setdefault("betas", self._betas)
+        group = {**defaults, **param_group}
         options.check_values(group)
         param_group.setdefault("base_lr", float(group["lr"]))
         super().add_param_group(param_group)
@@ -174,6 +239,7 @@ class Engine(torch.optim.Optimizer):
                     counters += self._update_stacks(rest, batch, batch.recipe)
             counters += self._update_shared(tasks)
             self._advance_clocks(counters, tasks.counts)
+        self._check_schedule()
 
     def _collect(self) -> Tasks | None:
         """Check all groups, make missing state and find what to do; None for a state probe."""
@@ -340,6 +406,9 @@ class Engine(torch.optim.Optimizer):
         if any(counts):
             average.update(self.param_groups, self.state)
 
+    def _check_schedule(self) -> None:
+        """Warn if a schedule does not suit the member; called after every step."""
+
     def averaged(self, model: torch.nn.Module | None = None) -> AbstractContextManager[None]:
         """Replace the parameters by their averages inside a `with` block; restore them exactly.
 
@@ -363,9 +432,10 @@ class Engine(torch.optim.Optimizer):
         load_checked(self, super().load_state_dict, state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what torch saves, and the process group."""
+        """Return what torch saves, and the values that it does not know."""
         options.check_copy(self.process_group)
-        return {**super().__getstate__(), "process_group": self.process_group}
+        own = {key: getattr(self, key) for key in ("process_group", "_betas", "_reasons")}
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Fill in defaults for values that an older group does not have.
@@ -374,10 +444,11 @@ class Engine(torch.optim.Optimizer):
         checkpoints need the keys to stay the same.
         """
         super().__setstate__(state)
+        self._betas = self.defaults.pop("betas", self._betas)  # where version 0.1 had them
         self.defaults.pop("differentiable", None)
         for group in cast("list[dict[str, Any]]", self.param_groups):
             group.pop("differentiable", None)
-            for key, value in self.defaults.items():
+            for key, value in self.group_defaults().items():
                 group.setdefault(key, value)
 
     def exchange_plan(self) -> "ExchangePlan":

@@ -22,6 +22,7 @@ from angular_muown.engine import Engine
 from angular_muown.params.layout import Layout
 from angular_muown.params.options import ENGINE_DEFAULTS, Values
 from angular_muown.params.roles import hidden_matrices
+from angular_muown.params.wrappers import bare_parameters
 from angular_muown.stages.charts import chord_angle, nonzero, normalize_rows
 from angular_muown.stages.reductions import frobenius, row_norm
 
@@ -126,7 +127,7 @@ class AngleMonitor:
         }
 
     def _names(self) -> dict[Tensor, str]:
-        return {p: name for name, p in self.model.named_parameters()}
+        return {p: name for name, p in bare_parameters(self.model)}
 
     def _start(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self.steps % self.every:

@@ -4,17 +4,18 @@ Letters in the equations: W weight (m x n), G its gradient, M momentum with deca
 factor, s = s(m, n) the scale of a shape; g row lengths, U unit rows, r_i = <G_i, U_i>.
 """
 
-import re
+import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
-from inspect import Parameter, cleandoc, signature
-from typing import Any, TypeVar, Unpack
+from functools import partial
+from typing import Any, Unpack
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from angular_muown.docstrings import documented
 from angular_muown.engine import Engine
 from angular_muown.params.options import COMMON_DEFAULTS, CommonOptions, Group
-from angular_muown.schedules import angle_degrees, inverse_polynomial
+from angular_muown.schedules import DoubleDecay, angle_degrees, inverse_polynomial
 from angular_muown.stages.charts import Flat, GainedSphere, Oblique, Sphere, WeightNorm
 from angular_muown.stages.normalize import UnitNorm
 from angular_muown.stages.radius import Gains
@@ -23,52 +24,6 @@ from angular_muown.stages.tangent import TANGENT, Constrained, Free
 from angular_muown.update import Recipe, normalize_of, polar_of, radius_of, scale_of
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
-Member = TypeVar("Member", bound=type[Engine])
-
-
-def _entries(arguments: str) -> dict[str, str]:
-    """Split the Args section of a docstring into name -> description."""
-    entries = re.split(r"^ {4}(\w+): ", arguments, flags=re.MULTILINE)[1:]
-    return dict(zip(entries[::2], map(str.rstrip, entries[1::2]), strict=True))
-
-
-# Arguments that several members have, as they appear in their docstrings.
-ARGUMENTS = _entries(
-    """
-    params: parameters, (name, parameter) pairs, or groups such as `plan(model)` returns.
-    row_beta: decay of the second moment of Q's rows, in [0, 1).
-    scale: s(m, n), which makes one lr fit every shape: "fan_ratio" sqrt(max(1, m/n)), "adam_rms"
-        0.2 sqrt(max(m, n)), "rms" sqrt(max(m, n)), "aspect" sqrt(max(m/n, n/m)) or "none".
-    orthogonalize: "polar_express", "newton_schulz", "gram" (Polar Express, in its Gram form above
-        an aspect ratio of 2) or "svd".
-    radius: rule for the row lengths: "adam", "log_adam" (multiplicative) or "fixed".
-    radius_lr: learning rate of the row lengths at the initial lr; it follows lr's schedule. None:
-        lr.
-    weight_decay: decoupled decay, W <- (1 - lr weight_decay) W.
-    """
-)
-
-
-def _documented(cls: Member) -> Member:
-    """Show the shared arguments, too, in the member's signature and docstring."""
-    own = signature(cls.__init__)
-    common = [
-        Parameter(name, Parameter.KEYWORD_ONLY, default=value, annotation=kind)
-        for (name, value), kind in zip(
-            COMMON_DEFAULTS.items(), CommonOptions.__annotations__.values(), strict=True
-        )
-    ]
-    named = [p for p in own.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
-    cls.__init__.__signature__ = own.replace(parameters=[*named, *common])  # pyrefly: ignore
-    if cls.__doc__ and CommonOptions.__doc__:  # python -OO drops them
-        head, _, tail = cleandoc(cls.__doc__).partition("\nArgs:\n")
-        arguments, _, paper = tail.partition("\n\n")
-        described = {**ARGUMENTS, **_entries(arguments)}
-        listed = [f"    {name}: {described[name]}" for name in own.parameters if name in described]
-        shared = cleandoc(CommonOptions.__doc__).partition("\nArgs:\n")[2]
-        args = "\n".join([*listed, shared])
-        cls.__doc__ = "\n\n".join([head.rstrip(), f"Args:\n{args}", paper])
-    return cls
 
 
 def _defaults(member: Engine, options: CommonOptions, **own: Any) -> dict[str, Any]:
@@ -83,7 +38,7 @@ def _defaults(member: Engine, options: CommonOptions, **own: Any) -> dict[str, A
     return {**own, **options}
 
 
-@_documented
+@documented
 class AngularMuown(Engine):
     """Muon on unit rows, with an explicit angle: each step turns rows by about lr kappa_t.
 
@@ -115,6 +70,7 @@ class AngularMuown(Engine):
     """
 
     family = "AngularMuown"
+    _double_decay: DoubleDecay | None = None  # made at the first step, never saved
 
     def __init__(
         self,
@@ -149,20 +105,48 @@ class AngularMuown(Engine):
         super().__init__(params, values)
 
     def kappa(self, group: Group) -> float | Tensor:
-        """Return the angular multiplier of the next step of `group`, a dict of `param_groups`.
+        """Return the angular multiplier of the next step of a group.
 
         It is a tensor if the group's step is one (capturable=True).
+
+        Args:
+            group: a dict of `param_groups`.
         """
         return inverse_polynomial(
             group["step"], group["warmup_steps"], group["decay_scale"], group["decay_degree"]
         )
 
     def angle(self, group: Group) -> float:
-        """Return the degrees by which the next step turns a typical row of `group`.
+        """Return the degrees by which the next step turns a typical row of a group.
 
         This holds for the "fan_ratio" scale.
+
+        Args:
+            group: a dict of `param_groups`.
         """
         return angle_degrees(float(group["lr"]), float(self.kappa(group)))
+
+    def _check_schedule(self) -> None:
+        """Warn once if lr falls over most of the run while kappa falls, too."""
+        falling = (g for g in self.param_groups if g["algorithm"] == "matrix" and g["decay_degree"])
+        group = next(falling, None)
+        if group is None or isinstance(group["step"], Tensor) or isinstance(group["lr"], Tensor):
+            return  # reading a tensor would wait for the device
+        if self._double_decay is None:
+            self._double_decay = DoubleDecay()
+        step = group["step"] - 1
+        kappa = partial(
+            inverse_polynomial,
+            *(step, group["warmup_steps"], group["decay_scale"], group["decay_degree"]),
+        )
+        if self._double_decay.notice(group["lr"], group["base_lr"], step, kappa):
+            warnings.warn(
+                f"lr has fallen to {group['lr']:.3g} over most of the run while kappa fell to "
+                f"{kappa():.3g}, so the angle of a step decays twice. Use wsd_schedule, which "
+                "keeps lr constant for most of the run, or switch kappa off: decay_degree=0, which "
+                "cosine_schedule and linear_schedule set",
+                stacklevel=6,
+            )
 
     def recipe(self, group: Group) -> Recipe:
         constrained = group["orthogonalize"] == TANGENT
@@ -176,7 +160,7 @@ class AngularMuown(Engine):
         )
 
 
-@_documented
+@documented
 class Muown(Engine):
     """Muon with weight normalization inside: the angle of a step falls as rho grows.
 
@@ -225,7 +209,7 @@ class Muown(Engine):
         return Recipe(WeightNorm(), polar_of(group), scale_of(group), radius=radius_of(group))
 
 
-@_documented
+@documented
 class NorMuown(Engine):
     """Muown with NorMuon's normalization of the rows of Q.
 
@@ -279,7 +263,7 @@ class NorMuown(Engine):
         return Recipe(WeightNorm(), *stages)
 
 
-@_documented
+@documented
 class Muon(Engine):
     """Momentum with an orthogonalized step; there are no row lengths.
 
@@ -323,7 +307,7 @@ class Muon(Engine):
         return Recipe(Flat(), polar_of(group), scale_of(group))
 
 
-@_documented
+@documented
 class NorMuon(Engine):
     """Muon with the rows of Q normalized by their second moment.
 
@@ -375,7 +359,7 @@ class NorMuon(Engine):
 # papers do without it.
 
 
-@_documented
+@documented
 class Hyperball(Engine):
     """Muon on a sphere, also called MuonH: |W|_F stays at g, and only the direction learns.
 
@@ -412,7 +396,7 @@ class Hyperball(Engine):
         return Recipe(Sphere(), polar_of(group), none, UnitNorm())
 
 
-@_documented
+@documented
 class MagnitudeDirection(Engine):
     """A direction on a sphere between gains of rows and columns.
 
@@ -464,3 +448,29 @@ class MagnitudeDirection(Engine):
     def recipe(self, group: Group) -> Recipe:
         gains = Gains(group["betas"], group["eps"])
         return Recipe(GainedSphere(), polar_of(group), scale_of(group), radius=gains)
+
+
+FAMILY: dict[str, type[Engine]] = {
+    "angular_muown": AngularMuown,
+    "muown": Muown,
+    "normuown": NorMuown,
+    "muon": Muon,
+    "normuon": NorMuon,
+    "hyperball": Hyperball,
+    "magnitude_direction": MagnitudeDirection,
+}
+
+
+def create(name: str, model: nn.Module, lr: float | Tensor | None = None, **options: Any) -> Engine:
+    """Construct an optimizer by its name, for settings that come from a file.
+
+    Args:
+        name: "angular_muown", "muown", "normuown", "muon", "normuon", "hyperball" or
+            "magnitude_direction".
+        model: its parameters are sorted by `plan`.
+        lr: learning rate; None is the member's default.
+        options: further arguments of the member's `for_model`.
+    """
+    if name not in FAMILY:
+        raise ValueError(f"name={name!r} is not an optimizer: choose one of {', '.join(FAMILY)}")
+    return FAMILY[name].for_model(model, lr, **options)

@@ -1,14 +1,18 @@
 """Schedules: pure functions of the step, counted from 0. There is nothing to save or load.
 
-`wsd` and `cosine` are factors for `torch.optim.lr_scheduler.LambdaLR`. `inverse_polynomial` is the
-angular multiplier kappa. `averaging` is the weight of the newest parameters in an average.
+`wsd`, `cosine` and `linear` are factors of the learning rate; `wsd_schedule`, `cosine_schedule` and
+`linear_schedule` make torch schedulers of them that fit kappa. `inverse_polynomial` is the angular
+multiplier kappa. `averaging` is the weight of the newest parameters in an average.
 """
 
-from collections.abc import Callable
-from math import atan, cos, degrees, isfinite, pi
+from collections.abc import Callable, Mapping
+from functools import partial
+from math import atan, cos, degrees, isfinite, pi, tan
 from typing import Any, overload
 
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 
 @overload
@@ -31,7 +35,7 @@ def inverse_polynomial(
     return (1.0 + scale * max(step - warmup_steps, 0)) ** -degree
 
 
-def wsd(step: int, total_steps: int, warmup_steps: int = 0, decay_steps: int = 0) -> float:
+def wsd(step: int, total_steps: int, warmup_steps: int, decay_steps: int) -> float:
     """Return the factor of warm-up, stable, decay: linear from 0, constant 1, linear to 0.
 
     Args:
@@ -56,8 +60,128 @@ def cosine(step: int, total_steps: int, warmup_steps: int = 0, floor: float = 0.
     """
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
-    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    progress = _progress(step, total_steps, warmup_steps)
     return floor + (1.0 - floor) * 0.5 * (1.0 + cos(pi * progress))
+
+
+def linear(step: int, total_steps: int, warmup_steps: int = 0, floor: float = 0.0) -> float:
+    """Return the factor of a linear warm-up followed by a linear decay.
+
+    Args:
+        step: the step, from 0.
+        total_steps: number of steps of the run.
+        warmup_steps: length of the warm-up in steps.
+        floor: the factor at `total_steps`.
+    """
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    return 1.0 - (1.0 - floor) * _progress(step, total_steps, warmup_steps)
+
+
+def _progress(step: int, total_steps: int, warmup_steps: int) -> float:
+    return min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+
+
+def wsd_schedule(
+    optimizer: Optimizer, total_steps: int, *, warmup: float = 0.02, cooldown: float = 0.2
+) -> LambdaLR:
+    """Return a scheduler for warm-up, stable, decay: the schedule that kappa is made for.
+
+    kappa starts to fall when the warm-up ends, so this sets `warmup_steps` of the groups. Call
+    `scheduler.step()` after every `optimizer.step()`.
+
+    Args:
+        optimizer: any torch optimizer; one without kappa gets the same learning rates.
+        total_steps: number of optimizer steps of the run; the learning rate is 0 there.
+        warmup: length of the warm-up: a fraction of the run, or a number of steps (an integer).
+        cooldown: length of the linear decay at the end, likewise.
+    """
+    steps = _check_lengths(total_steps, warmup=warmup, cooldown=cooldown)
+    _set_kappa(optimizer, warmup_steps=steps["warmup"])
+    factor = partial(
+        wsd,
+        total_steps=total_steps,
+        warmup_steps=steps["warmup"],
+        decay_steps=steps["cooldown"],
+    )
+    return LambdaLR(optimizer, factor)
+
+
+def cosine_schedule(
+    optimizer: Optimizer, total_steps: int, *, warmup: float = 0.02, floor: float = 0.0
+) -> LambdaLR:
+    """Return a scheduler for a linear warm-up followed by half a cosine.
+
+    The learning rate falls over the whole run and the angle with it, so this switches kappa off
+    (`decay_degree` is 0 in all groups).
+
+    Args:
+        optimizer: any torch optimizer; one without kappa gets the same learning rates.
+        total_steps: number of optimizer steps of the run.
+        warmup: length of the warm-up: a fraction of the run, or a number of steps (an integer).
+        floor: the last learning rate, as a fraction of the highest.
+    """
+    return _falling_schedule(cosine, optimizer, total_steps, warmup, floor)
+
+
+def linear_schedule(
+    optimizer: Optimizer, total_steps: int, *, warmup: float = 0.02, floor: float = 0.0
+) -> LambdaLR:
+    """Return a scheduler for a linear warm-up followed by a linear decay over the rest of the run.
+
+    The learning rate falls over the whole run and the angle with it, so this switches kappa off
+    (`decay_degree` is 0 in all groups).
+
+    Args:
+        optimizer: any torch optimizer; one without kappa gets the same learning rates.
+        total_steps: number of optimizer steps of the run.
+        warmup: length of the warm-up: a fraction of the run, or a number of steps (an integer).
+        floor: the last learning rate, as a fraction of the highest.
+    """
+    return _falling_schedule(linear, optimizer, total_steps, warmup, floor)
+
+
+def _falling_schedule(
+    factor: Callable[..., float],
+    optimizer: Optimizer,
+    total_steps: int,
+    warmup: float,
+    floor: float,
+) -> LambdaLR:
+    steps = _check_lengths(total_steps, warmup=warmup)
+    if not is_number(floor) or not 0 <= floor <= 1:
+        raise ValueError(f"floor={floor!r} is not valid: it must be a number from 0 to 1")
+    _set_kappa(optimizer, warmup_steps=steps["warmup"], decay_degree=0.0)
+    factor = partial(
+        factor, total_steps=total_steps, warmup_steps=steps["warmup"], floor=float(floor)
+    )
+    return LambdaLR(optimizer, factor)
+
+
+def _set_kappa(optimizer: Optimizer, **values: float) -> None:
+    """Set values of kappa in the groups that have one."""
+    for group in optimizer.param_groups:
+        group.update({key: value for key, value in values.items() if key in group})
+
+
+def _check_lengths(total_steps: int, **lengths: float) -> dict[str, int]:
+    """Return the lengths of the parts of a schedule in steps."""
+    if not is_number(total_steps) or total_steps != int(total_steps) or total_steps < 1:
+        raise ValueError(f"total_steps={total_steps!r} is not valid: it must be an integer >= 1")
+    steps = {}
+    for name, length in lengths.items():
+        if not is_number(length) or length < 0 or (length > 1 and length != int(length)):
+            raise ValueError(
+                f"{name}={length!r} is not valid: it must be a fraction of the run between 0 and "
+                "1, or an integer number of steps"
+            )
+        # 1.0 is the whole run, 1 a single step
+        is_fraction = isinstance(length, float) and length <= 1
+        steps[name] = round(length * total_steps) if is_fraction else int(length)
+    if sum(steps.values()) > total_steps:
+        sizes = " and ".join(f"{name}={lengths[name]!r} ({n} steps)" for name, n in steps.items())
+        raise ValueError(f"{sizes} do not fit into total_steps={total_steps}: shorten them")
+    return steps
 
 
 WINDOWS = "a fraction of the steps between 0 and 1, or an integer number of steps >= 2"
@@ -104,3 +228,51 @@ def averaging(window: float) -> Callable[[Any], Any]:
 def angle_degrees(lr: float, kappa: float) -> float:
     """Return the angle by which a tangent step of length lr * kappa turns a unit row."""
     return degrees(atan(lr * kappa))
+
+
+class DoubleDecay:
+    """Notice a learning rate that falls over most of the run while kappa falls as well."""
+
+    def __init__(self) -> None:
+        self.peak = 0.0
+        self.left_peak: int | None = None  # the last step near the highest lr
+        self.noticed = False
+
+    def notice(self, lr: float, base_lr: float, step: int, kappa: Callable[[], float]) -> bool:
+        """Return True, once, if lr fell to half over most of the run so far and kappa fell too.
+
+        Args:
+            lr: of this step.
+            base_lr: the lr that the group started with, before any schedule.
+            step: number of this step, from 0.
+            kappa: returns kappa of this step; called only if lr has fallen.
+        """
+        self.peak = max(self.peak, lr, base_lr)
+        if self.left_peak is None or lr >= 0.9 * self.peak:
+            self.left_peak = step
+        if self.noticed or lr > 0.5 * self.peak or self.left_peak >= step / 2:
+            return False
+        self.noticed = kappa() <= 0.8
+        return self.noticed
+
+
+def matching_lr(reading: Mapping[str, float]) -> float:
+    """Return the AngularMuown lr whose step, at kappa = 1, turns rows as far as a measured step.
+
+    Measure a run with AdamW or Muon at the learning rate's plateau, then continue with the same
+    angle, or start a new run there:
+
+        monitor = AngleMonitor(model, adamw, every=50)
+        ...
+        lr = matching_lr(monitor.read())
+
+    Args:
+        reading: what `AngleMonitor.read` returned.
+    """
+    angle = reading.get("angle_mean")
+    if angle is None or not 0 < angle < pi / 2:
+        raise ValueError(
+            f"angle_mean={angle!r} is not an angle of a step: pass what AngleMonitor.read() "
+            "returned after a measured step that moved the weights"
+        )
+    return tan(angle)

@@ -202,7 +202,7 @@ def lr_factor(spec: Spec, step: int) -> float:
         return wsd(step, spec.steps, s.warmup, spec.decay_steps)
     if s.kind == "cosine":
         return cosine(step, spec.steps, s.warmup)
-    return wsd(step, spec.steps, s.warmup)  # constant: the warmup alone
+    return wsd(step, spec.steps, s.warmup, 0)  # constant: the warmup alone
 
 
 def matrix_factor(spec: Spec, step: int) -> float:

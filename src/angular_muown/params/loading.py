@@ -52,9 +52,9 @@ class LoadTarget(Protocol):
     """What loading needs from an engine."""
 
     param_groups: list[Group]
-    defaults: dict[str, Any]
     state: Any
 
+    def group_defaults(self) -> dict[str, Any]: ...
     def recipe(self, group: Group) -> Recipe: ...
     def release(self) -> None: ...
 
@@ -189,7 +189,11 @@ def _complete(optimizer: LoadTarget, index: int, saved: Values) -> SavedGroup:
     """Return a checked copy of a saved group, with defaults for keys that it lacks."""
     current = optimizer.param_groups[index]
     start = {key: current[key] for key in ("base_lr",) if key in current}
-    group = {**optimizer.defaults, **start, **_copy_group(saved, index, optimizer.defaults)}
+    group = {
+        **optimizer.group_defaults(),
+        **start,
+        **_copy_group(saved, index, optimizer.group_defaults()),
+    }
     if "lr" not in saved:
         raise ValueError(f"group {index} of the state dict has no lr")
     if group["state_dtype"] == "float16":  # from version 0.1; its range is too small for momentum

@@ -3,6 +3,7 @@
 An error names the key or the parameter, shows the value and states what is valid.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from math import inf, isfinite
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from angular_muown.params.layout import VIEWS, Cut, Layout
-from angular_muown.params.roles import FSDP1, flattened_by, is_a
+from angular_muown.params.roles import FSDP1, flattened_by, is_a, is_embedding_or_head
 from angular_muown.schedules import WINDOWS, is_number, is_window
 from angular_muown.stages.orthogonalize import ORTHOGONALIZERS
 from angular_muown.stages.radius import RADII
@@ -48,6 +49,9 @@ class CommonOptions(TypedDict, total=False):
             makes every rank work alone. DTensors (FSDP2, tensor parallel) define their own ranks.
         wire_dtype: dtype of matrices in transit between ranks, "float32", "float64" or "bfloat16";
             None is the dtype the polar factor is computed in.
+        foreach: for the AdamW groups, as in `torch.optim.AdamW`; the matrices have kernels of their
+            own.
+        fused: likewise.
     """
 
     momentum: float
@@ -62,6 +66,8 @@ class CommonOptions(TypedDict, total=False):
     average: float | None
     process_group: dist.ProcessGroup | Literal[False] | None
     wire_dtype: str | None
+    foreach: bool | None
+    fused: bool | None
 
 
 COMMON_DEFAULTS: CommonOptions = {
@@ -77,6 +83,8 @@ COMMON_DEFAULTS: CommonOptions = {
     "average": None,
     "process_group": None,
     "wire_dtype": None,
+    "foreach": None,
+    "fused": None,
 }
 
 
@@ -105,15 +113,19 @@ class Group(CommonOptions, total=False):
     row_beta: float | None
     radius: str
     radius_lr: float | None
-    foreach: bool | None  # AdamW groups only, like fused
-    fused: bool | None
+    interleaved: int  # absent if the rows of the blocks do not alternate
 
 
 Values = Mapping[str, Any]  # a group that may be incomplete or unchecked
 
 CONSTRUCTOR_KEYS = ("process_group",)  # one value for the whole optimizer, not per group
+ADAMW_KEYS = ("foreach", "fused")  # absent unless set, as in state dicts of earlier versions
 ENGINE_DEFAULTS: dict[str, Any] = {
-    **{key: value for key, value in COMMON_DEFAULTS.items() if key not in CONSTRUCTOR_KEYS},
+    **{
+        key: value
+        for key, value in COMMON_DEFAULTS.items()
+        if key not in (*CONSTRUCTOR_KEYS, *ADAMW_KEYS)
+    },
     "weight_decay": 0.0,
     "algorithm": "matrix",
     "view": "matrix",
@@ -223,7 +235,7 @@ REMOVED = {
     "column_gains": False,
 }
 FOREIGN_KEYS = (
-    *("params", "param_names", "base_lr", "fused", "foreach"),
+    *("params", "param_names", "base_lr", "interleaved", *ADAMW_KEYS),
     *("initial_lr", "max_lr", "min_lr"),
 )
 WIRE_DTYPES = (None, "float32", "float64", "bfloat16")  # float16 would lose small entries
@@ -303,6 +315,7 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "transposed": _BOOL,
     "blocks": _CUT,
     "column_blocks": _CUT,
+    "interleaved": (lambda x: is_count(x) and x >= 1, "an integer >= 1"),
     "step": _COUNT,
     "averaged": _COUNT,
     "base_lr": _NONNEGATIVE,
@@ -313,7 +326,51 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 def check_not_model(params: Any, family: str) -> None:
     if isinstance(params, nn.Module):
-        raise TypeError(f"{family} got a model: pass plan(model), which sorts its parameters")
+        raise TypeError(
+            f"{family} got a model: use {family}.for_model(model), which sorts its parameters"
+        )
+
+
+def changed_settings(group: Values, defaults: Values) -> dict[str, Any]:
+    """Return what a group sets differently from the defaults, and what every reader looks for."""
+    hidden = (*PARAMETER_KEYS, *CHANGING_KEYS, "family", "base_lr", "initial_lr")
+    changed = {
+        key: value
+        for key, value in group.items()
+        if key not in hidden and not (key in defaults and _key(defaults[key]) == _key(value))
+    }
+    return {key: group[key] for key in ("algorithm", "lr") if key in group} | changed
+
+
+# A vocabulary has several times more rows than columns, and no layer that reads its rows.
+VOCABULARY_RATIO = 3.5
+LEAST_WIDTH = 128  # a narrower matrix may be half of a LoRA adapter
+DECLARING_KEYS = ("algorithm", "view", "transposed", "blocks", "column_blocks", "interleaved")
+
+
+def warn_if_unsorted(group: Values, family: str) -> None:
+    """Warn if parameters without declared roles seem to include an embedding or a head.
+
+    `model.parameters()` of a model without biases passes all other checks.
+    """
+    if any(key in group for key in DECLARING_KEYS) or isinstance(group["params"], Tensor | set):
+        return
+    named = [x if isinstance(x, tuple) and len(x) == 2 else ("", x) for x in group["params"]]
+    pairs = [(name, p) for name, p in named if isinstance(p, Tensor) and p.ndim == 2]
+    read = {p.shape[1] for _, p in pairs}
+    for name, p in pairs:
+        rows, columns = p.shape
+        fed = any(rows % k == 0 and rows // k in read for k in (1, 2, 3))  # 2, 3: fused layers
+        tall = columns >= LEAST_WIDTH and rows >= VOCABULARY_RATIO * columns and not fed
+        if tall or is_embedding_or_head(name):
+            label = f"{name!r} " if name else ""
+            warnings.warn(
+                f"{family} got a parameter {label}of shape {rows} x {columns} that looks like an "
+                f"embedding or an output head, which belong to AdamW: use {family}.for_model("
+                "model), or declare the group with algorithm='adamw' or algorithm='matrix'",
+                stacklevel=5,
+            )
+            return
 
 
 def check_keys(group: Values, defaults: Mapping[str, Any], family: str) -> None:

@@ -4,43 +4,87 @@ A parameter's role comes from the module that owns it and from what the caller d
 its shape. If neither determines the role, an error explains how to declare it.
 """
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
+from angular_muown.params.fused_layouts import Layouts, declare_cuts
 from angular_muown.params.layout import Cut
 from angular_muown.params.options import check_model
-from angular_muown.params.roles import Patterns, Role, find_roles
+from angular_muown.params.roles import (
+    Patterns,
+    Role,
+    collapse,
+    find_roles,
+    warn_if_fused,
+    warn_if_one_row,
+)
+from angular_muown.params.wrappers import bare_parameters
 
 Overrides = Mapping[str, Mapping[str, Any]]
 # Keys that the table's columns show.
-COLUMN_KEYS = ("params", "algorithm", "view", "transposed", "blocks", "column_blocks", "lr",
-               "radius_lr")  # fmt: skip
+COLUMN_KEYS = ("params", "algorithm", "view", "transposed", "blocks", "interleaved",
+               "column_blocks", "lr", "radius_lr")  # fmt: skip
+HEAD = ("parameter", "shape", "rule", "cut", "lr", "radius lr", "why")
 
 
 class Plan(list[dict[str, Any]]):
-    """Param groups with (name, parameter) pairs. Printing it shows one line per parameter.
+    """Param groups with (name, parameter) pairs. Printing it shows what happens to each parameter.
+
+    Layers that are alike share a line, such as `layers.*.mlp.weight x32`; `table()` lists every
+    parameter.
 
     Args:
         groups: the groups, each a dict with `params` and its values.
         reasons: parameter name -> why it is in its group.
+        state_bytes: parameter name -> bytes of its state, known to an optimizer (`optimizer.plan`).
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], reasons: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        reasons: Mapping[str, str],
+        state_bytes: Mapping[str, int] | None = None,
+    ) -> None:
         super().__init__(groups)
         self.reasons = reasons
+        self.state_bytes = state_bytes
 
     def __str__(self) -> str:
-        head = ("parameter", "shape", "rule", "cut", "lr", "radius lr", "why")
-        table = [head, *(self._line(name, p, g) for g in self for name, p in g["params"])]
-        widths = [max(len(row[i]) for row in table) for i in range(len(head))]
+        counts: dict[tuple[str, ...], int] = {}
+        for name, *cells in self._lines():
+            line = (*collapse([name]), *cells)
+            counts[line] = counts.get(line, 0) + 1
         lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in table
+            (f"{name} x{count}" if count > 1 else name, *cells)
+            for (name, *cells), count in counts.items()
         ]
-        lines.insert(1, "  ".join("-" * width for width in widths))
-        return "\n".join([*lines, "", self._summary()])
+        return _aligned([HEAD, *lines]) + "\n\n" + self.summary()
+
+    def table(self) -> str:
+        """Return a table with one line for each parameter."""
+        return _aligned([HEAD, *self._lines()]) + "\n\n" + self.summary()
+
+    def summary(self) -> str:
+        """Return one line for each rule: parameters, elements, learning rate, bytes of state."""
+        return "\n".join(self._total(rule) for rule in ("matrix", "adamw"))
+
+    def _total(self, rule: str) -> str:
+        groups = [group for group in self if group["algorithm"] == rule]
+        named = [pair for group in groups for pair in group["params"]]
+        parts = [f"{len(named)} parameters", f"{sum(p.numel() for _, p in named):,} elements"]
+        rates = dict.fromkeys(_number(group.get("lr")) for group in groups)
+        if groups and list(rates) != ["lr"]:
+            parts.append(f"lr {', '.join(rates)}")
+        if self.state_bytes is not None:
+            total = sum(self.state_bytes[name] for name, _ in named)
+            parts.append(f"{total / 2**20:,.1f} MiB of state")
+        return f"{rule}: {', '.join(parts)}"
+
+    def _lines(self) -> list[tuple[str, ...]]:
+        return [self._line(name, p, group) for group in self for name, p in group["params"]]
 
     def _line(self, name: str, p: Tensor, group: dict[str, Any]) -> tuple[str, ...]:
         matrix = group["algorithm"] == "matrix"
@@ -49,26 +93,31 @@ class Plan(list[dict[str, Any]]):
             " x ".join(map(str, p.shape)) or "scalar",
             group["algorithm"],
             _describe_cut(group) if matrix else "",
-            f"{group['lr']:g}" if "lr" in group else "lr",
-            (f"{group['radius_lr']:g}" if group.get("radius_lr") is not None else "lr")
-            if matrix
-            else "",
+            _number(group.get("lr")),
+            _number(group.get("radius_lr")) if matrix else "",
             ", ".join([self.reasons[name], *_other_values(group)]),
         )
 
-    def _summary(self) -> str:
-        parts = []
-        for rule in ("matrix", "adamw"):
-            params = [p for g in self if g["algorithm"] == rule for _, p in g["params"]]
-            elements = sum(p.numel() for p in params)
-            parts.append(f"{rule}: {len(params)} parameters, {elements:,} elements")
-        return "\n".join(parts)
+
+def _number(lr: Any) -> str:
+    return "lr" if lr is None else f"{float(lr):g}"
+
+
+def _aligned(table: list[tuple[str, ...]]) -> str:
+    widths = [max(len(row[i]) for row in table) for i in range(len(HEAD))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in table
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
 
 
 def plan(
     model: nn.Module,
     *,
     blocks: Mapping[str, Cut] | None = None,
+    interleaved: Mapping[str, int] | None = None,
     column_blocks: Mapping[str, Cut] | None = None,
     stacks: str | Iterable[str] = (),
     transposed: str | Iterable[str] = (),
@@ -79,6 +128,7 @@ def plan(
     aux_weight_decay: float = 0.0,
     radius_lr: float | None = None,
     overrides: Overrides | None = None,
+    layouts: Layouts | None = None,
 ) -> Plan:
     """Sort every trainable parameter of `model` into param groups.
 
@@ -86,26 +136,37 @@ def plan(
     with fewer than two dimensions go to AdamW. All patterns are globs over parameter names.
 
     Args:
-        blocks: pattern -> number of equal row blocks, or their sizes (fused q, k, v; heads).
-        column_blocks: the same for columns (heads of an output projection).
+        model: the model; wrappers (torch.compile, DDP, activation checkpointing) are looked
+            through.
+        blocks: pattern -> number of equal row blocks, or their sizes (fused q, k, v; heads). 1
+            keeps a fused layer whole.
+        interleaved: pattern -> number of units, where the rows of the blocks alternate: each unit
+            holds its part of every block in turn, such as q, k, v of one head (GPT-NeoX).
+        column_blocks: pattern -> blocks of columns (heads of an output projection).
         stacks: patterns of (..., m, n) stacks of matrices, such as experts.
         transposed: patterns of matrices stored as in x out.
-        matrix, adamw: patterns of parameters to send to either, overriding what plan would choose.
+        matrix: patterns of parameters to send to the matrix rule, whatever plan would choose.
+        adamw: patterns of parameters to send to AdamW, whatever plan would choose.
         head: pattern(s) of the output head. "auto" finds a tied head, one that the model reports
             (get_output_embeddings) or one with a usual name. None means that there is no head.
-        aux_lr, aux_weight_decay: for the AdamW groups; aux_lr None means the optimizer's lr.
-        radius_lr: for the row lengths of the matrices; None means lr.
+        aux_lr: learning rate of the AdamW groups; None means the optimizer's lr.
+        aux_weight_decay: weight decay of the AdamW groups.
+        radius_lr: learning rate of the matrices' row lengths; None means lr.
         overrides: pattern -> values to set in the group, such as {"*.mlp.*": {"lr": 0.01}}.
+        layouts: "ParentClass.attribute" -> cut of a fused layer, in addition to those of the common
+            model classes, such as {"MyAttention.wqkv": {"blocks": 3}}; a function of the parent
+            module may compute it.
     """
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    named = [(name, p) for name, p in bare_parameters(model) if p.requires_grad]
     if not named:
         raise ValueError(f"{type(model).__name__} has no trainable parameters: nothing to plan")
     check_model(model, named)
     patterns = Patterns([name for name, _ in named])
     declared = _declared_roles(patterns, stacks, transposed, matrix, adamw)
-    roles = find_roles(model, named, patterns, declared, head)
+    roles = find_roles(model, named, patterns, declared, head, layouts)
     cuts = {
         "blocks": patterns.lookup("blocks", (blocks or {}).items()),
+        "interleaved": patterns.lookup("interleaved", (interleaved or {}).items()),
         "column_blocks": patterns.lookup("column_blocks", (column_blocks or {}).items()),
     }
     defaults = {
@@ -117,17 +178,25 @@ def plan(
     for name, p in named:
         role = roles[name]
         name_cuts, name_overrides = _cuts_of(name, role, cuts), overridden.get(name, {})
-        conflicts = {"algorithm", *name_cuts, *role.values}.intersection(name_overrides)
+        structure = declare_cuts(role.values, name_cuts)
+        conflicts = {"algorithm", *structure}.intersection(name_overrides)
         if conflicts:
             raise ValueError(
                 f"overrides sets {', '.join(sorted(conflicts))} of '{name}', which is already set: "
-                "use matrix=, adamw=, stacks=, transposed=, blocks= or column_blocks= instead"
+                "use matrix=, adamw=, stacks=, transposed=, blocks=, interleaved= or "
+                "column_blocks= instead"
             )
-        values = {**role.values, **name_cuts, **defaults[role.algorithm], **name_overrides}
+        values = {**structure, **defaults[role.algorithm], **name_overrides}
         values["algorithm"] = role.algorithm
         group = groups.setdefault(repr(sorted(values.items())), {"params": [], **values})
         group["params"].append((name, p))
+    warn_if_fused(groups.values(), cuts["blocks"])
+    warn_if_one_row(groups.values(), declared)
     return Plan(groups.values(), {name: role.reason for name, role in roles.items()})
+
+
+# What `for_model` passes to plan.
+PLAN_ARGUMENTS = tuple(inspect.signature(plan).parameters)[1:]
 
 
 def _declared_roles(
@@ -187,4 +256,6 @@ def _describe_cut(group: Mapping[str, Any]) -> str:
         if group.get(key) is not None:
             cut = group[key]
             parts.append(f"{cut} x {word}" if isinstance(cut, int) else f"{word} {list(cut)}")
+    if group.get("interleaved"):
+        parts.append(f"interleaved x{group['interleaved']}")
     return ", ".join(parts) or "whole"

@@ -4,13 +4,19 @@ Modules of other libraries are recognised by class names and by what they declar
 weights, without importing those libraries.
 """
 
-from collections.abc import Iterable, Mapping
+import re
+import warnings
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
+
+from angular_muown.params.fused_layouts import FUSED_LAYOUTS, Layouts, Values, find_layout
+from angular_muown.params.layout import Layout
+from angular_muown.params.wrappers import bare_modules, bare_parameters, is_a, unwrap
 
 V = TypeVar("V")
 
@@ -52,11 +58,6 @@ FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataPara
 EXPERT_LAYOUT = ("has_gate", "is_transposed", "is_concatenated")
 
 
-def is_a(module: nn.Module, name: str) -> bool:
-    """True if the module is an instance of the class with this full name."""
-    return any(f"{kind.__module__}.{kind.__qualname__}" == name for kind in type(module).__mro__)
-
-
 def structure_of(
     module: nn.Module, attribute: str, p: Tensor, parent: nn.Module | None
 ) -> dict[str, Any]:
@@ -69,9 +70,10 @@ def structure_of(
         values: dict[str, Any] = {"view": "stack"}
         if module.is_transposed:
             values["transposed"] = True
-        # Interleaved gate and up rows are not blocks: they stay one matrix.
-        if attribute == "gate_up_proj" and module.has_gate and module.is_concatenated:
+        if attribute == "gate_up_proj" and module.has_gate:
             values["blocks"] = 2
+            if not module.is_concatenated:  # gate and up rows alternate
+                values["interleaved"] = p.shape[-1 if module.is_transposed else -2] // 2
         return values
     return {}
 
@@ -124,11 +126,23 @@ def find_roles(
     patterns: Patterns,
     declared: Mapping[str, Role],
     head: str | Iterable[str] | None,
+    layouts: Layouts | None = None,
 ) -> dict[str, Role]:
-    """Return name -> role for all names, or raise an error that lists the undecided parameters."""
+    """Return name -> role for all names, or raise an error that lists the undecided parameters.
+
+    Args:
+        model: the model; wrappers in it are skipped.
+        named: its trainable parameters with their bare names.
+        patterns: of the bare names.
+        declared: name -> the role that the caller declares.
+        head: pattern(s) of the output head, "auto" or None.
+        layouts: "ParentClass.attribute" -> group values, in addition to the known fused layouts.
+    """
+    _check_layouts(model, layouts or {})
+    table = {**FUSED_LAYOUTS, **(layouts or {})}
     owners = _owners(model)
     # "auto" also finds a frozen head. The caller's patterns must match trainable parameters.
-    candidates = list(model.named_parameters()) if head == "auto" else named
+    candidates = bare_parameters(model) if head == "auto" else named
     heads = _find_heads(model, candidates, owners, patterns, head)
     roles: dict[str, Role] = {}
     unknown: list[str] = []
@@ -139,16 +153,16 @@ def find_roles(
                 f"'{name}' is named by head= and declared as {role.algorithm}: remove one of them"
             )
         if role is not None and role.algorithm == "matrix":
-            structure = _structure(p, owners[p][0], model)
+            structure = _structure(p, owners[p][0], table)
             if role.values.get("view", structure.get("view")) != structure.get("view"):
                 structure = {}  # the caller declares another view
             role = Role("matrix", role.reason, {**structure, **role.values})
         if role is None and name in heads:
             role = Role("adamw", _head_or_tied(owners[p]))
         if role is None:
-            role = _infer_role(name, p, owners[p], model)
+            role = _infer_role(name, p, owners[p], table)
         if role is None:
-            unknown.append(f"'{name}' {tuple(p.shape)} in {type(owners[p][0][1]).__name__}")
+            unknown.append(f"'{name}' {tuple(p.shape)} in {type(owners[p][0].module).__name__}")
         else:
             roles[name] = role
     if unknown:
@@ -170,28 +184,34 @@ def hidden_matrices(model: nn.Module) -> dict[str, dict[str, Any]]:
 
     A parameter whose role is unknown counts as one.
     """
-    named = list(model.named_parameters())
+    named = bare_parameters(model)
     owners = _owners(model)
     heads = _find_heads(model, named, owners, Patterns(name for name, _ in named), "auto")
     unknown = Role("matrix", "unknown", {})
     matrices = {}
     for name, p in named:
-        role = _infer_role(name, p, owners[p], model) or unknown
+        role = _infer_role(name, p, owners[p], FUSED_LAYOUTS) or unknown
         if name not in heads and role.algorithm == "matrix":
             stack = {"view": "stack"} if role is unknown and p.ndim > 2 else {}
             matrices[name] = {**role.values, **stack}
     return matrices
 
 
-Owner = tuple[str, nn.Module, str]  # the module's path, the module, the parameter's attribute
+class Owner(NamedTuple):
+    """A module that holds a parameter, and where it is in the bare model."""
+
+    path: str
+    module: nn.Module
+    attribute: str  # of the parameter
+    parent: nn.Module | None
 
 
 def _owners(model: nn.Module) -> dict[Tensor, list[Owner]]:
     """Return all owners of each parameter: tied weights have several."""
     owners: dict[Tensor, list[Owner]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
+    for path, module, parent in bare_modules(model):
         for attribute, p in module.named_parameters(recurse=False, remove_duplicate=False):
-            owners.setdefault(p, []).append((path, module, attribute))
+            owners.setdefault(p, []).append(Owner(path, module, attribute, parent))
     return owners
 
 
@@ -207,54 +227,56 @@ def _find_heads(
     if head != "auto":
         globs = [head] if isinstance(head, str) else list(head)
         return {name for pattern in globs for name in patterns.matching("head", pattern)}
-    reported = getattr(model, "get_output_embeddings", lambda: None)()
+    reported = getattr(unwrap(model), "get_output_embeddings", lambda: None)()
     weights = set(reported.parameters()) if isinstance(reported, nn.Module) else set()
     return {
         name
         for name, p in named
         if p in weights
-        or any(HEAD_NAMES.intersection(path.split(".")) for path, _, _ in owners[p])
-        or any(path in TOP_LEVEL_HEADS for path, _, _ in owners[p])
-        or (len(owners[p]) > 1 and any(isinstance(m, nn.Embedding) for _, m, _ in owners[p]))
+        or any(HEAD_NAMES.intersection(owner.path.split(".")) for owner in owners[p])
+        or any(owner.path in TOP_LEVEL_HEADS for owner in owners[p])
+        or (len(owners[p]) > 1 and any(isinstance(o.module, nn.Embedding) for o in owners[p]))
     }
 
 
 def _head_or_tied(owners: list[Owner]) -> str:
-    embeds = {isinstance(module, nn.Embedding) for _, module, _ in owners}
+    embeds = {isinstance(owner.module, nn.Embedding) for owner in owners}
     return "tied head" if len(embeds) > 1 else "embedding" if embeds == {True} else "head"
 
 
-def _infer_role(name: str, p: Tensor, owners: list[Owner], model: nn.Module) -> Role | None:
+def _infer_role(name: str, p: Tensor, owners: list[Owner], layouts: Layouts) -> Role | None:
     """Return a parameter's role; None if it must be declared."""
-    if any(isinstance(module, nn.Embedding | nn.EmbeddingBag) for _, module, _ in owners):
+    if any(isinstance(owner.module, nn.Embedding | nn.EmbeddingBag) for owner in owners):
         return Role("adamw", "embedding")
     if EMBEDDING_NAMES.intersection(name.split(".")):
         return Role("adamw", "embedding")
     if p.ndim < 2:
         return Role("adamw", "vector" if p.ndim else "scalar")
-    path, module, attribute = owners[0]
-    reason = _reason_for_adamw(path, module, attribute, p, model)
+    reason = _reason_for_adamw(owners[0], p)
     if reason is not None:
         return Role("adamw", reason)
+    module = owners[0].module
+    fused = _fused_layout(p, owners[0], layouts)
+    if fused is not None:
+        return Role("matrix", fused[0].partition(".")[0], fused[1])
     if isinstance(module, nn.Linear):
         return Role("matrix", "hidden")
-    structure = _structure(p, owners[0], model)
+    structure = _structure(p, owners[0], layouts)
     if structure or isinstance(module, nn.MultiheadAttention | nn.RNNBase):
         return Role("matrix", type(module).__name__, structure)
     return None
 
 
-def _reason_for_adamw(
-    path: str, module: nn.Module, attribute: str, p: Tensor, model: nn.Module
-) -> str | None:
+def _reason_for_adamw(owner: Owner, p: Tensor) -> str | None:
     """Return why a parameter with two or more dimensions is not a hidden matrix, or None."""
+    path, module, attribute, _ = owner
     if isinstance(module, NORMS):
         return "norm"
     if attribute in ("bias_k", "bias_v"):
         return "bias"
     if is_experts(module) and p.ndim == 2:
         return "vectors of experts"
-    if _is_router(path, model):
+    if _is_router(owner):
         return "router"
     if attribute in STATE_SPACE_NAMES:
         return "state space"
@@ -269,24 +291,138 @@ def _reason_for_adamw(
     return None
 
 
-def _structure(p: Tensor, owner: Owner, model: nn.Module) -> dict[str, Any]:
+def _structure(p: Tensor, owner: Owner, layouts: Layouts) -> Values:
     """Return the group values of a parameter that is not one plain out x in matrix; else {}."""
-    path, module, attribute = owner
+    module = owner.module
+    fused = _fused_layout(p, owner, layouts)
+    if fused is not None:
+        return fused[1]
     if isinstance(module, CONVOLUTIONS):
         return {"view": "conv"} | ({"blocks": module.groups} if module.groups > 1 else {})
-    if isinstance(module, nn.MultiheadAttention) and attribute == "in_proj_weight":
+    if isinstance(module, nn.MultiheadAttention) and owner.attribute == "in_proj_weight":
         return {"blocks": 3}
-    if isinstance(module, nn.RNNBase) and not attribute.startswith("weight_hr"):  # the projection
+    # weight_hr is the output projection
+    if isinstance(module, nn.RNNBase) and not owner.attribute.startswith("weight_hr"):
         return {"blocks": RNN_GATES[module.mode]}
-    return structure_of(module, attribute, p, _parent(path, model))
+    return structure_of(module, owner.attribute, p, owner.parent)
 
 
-def _parent(path: str, model: nn.Module) -> nn.Module | None:
-    return model.get_submodule(path.rpartition(".")[0]) if path else None
+def _fused_layout(p: Tensor, owner: Owner, layouts: Layouts) -> tuple[str, Values] | None:
+    """Return the table's entry for a parameter: of its module, or of a layer that owns only it."""
+    entry = find_layout(owner.module, owner.attribute, p, layouts)
+    if entry is None and owner.attribute == "weight" and owner.parent is not None:
+        entry = find_layout(owner.parent, owner.path.rpartition(".")[2], p, layouts)
+    return entry
 
 
-def _is_router(path: str, model: nn.Module) -> bool:
-    if ROUTER_NAMES.intersection(path.split(".")):
+def _is_router(owner: Owner) -> bool:
+    names = owner.path.split(".")
+    if ROUTER_NAMES.intersection(names):
         return True
-    parent = _parent(path, model) if path.rpartition(".")[2] in GATE_NAMES else None
-    return parent is not None and any("expert" in name for name, _ in parent.named_children())
+    if names[-1] not in GATE_NAMES or owner.parent is None:
+        return False
+    return any("expert" in name for name, _ in owner.parent.named_children())
+
+
+def _check_layouts(model: nn.Module, layouts: Layouts) -> None:
+    """Raise ValueError for an entry that matches nothing in the model."""
+    attributes: set[str] = set()
+    for _, module, _ in bare_modules(model):
+        own = [*module._modules, *module._parameters]
+        attributes.update(f"{kind.__name__}.{a}" for kind in type(module).__mro__ for a in own)
+    for key in layouts:
+        if key not in attributes:
+            near = get_close_matches(key, sorted(attributes), n=3, cutoff=0.3)
+            raise ValueError(
+                f"layouts: '{key}' matches no layer or weight of {type(model).__name__}; keys are "
+                f"'ParentClass.attribute', such as {', '.join(near) or 'MyAttention.wqkv'}"
+            )
+
+
+# Names of layers that usually fuse several matrices: q, k, v; gate and up; the projections of
+# latent attention; Mamba's inputs.
+FUSED_NAMES = re.compile(
+    r"(\w+_)?w?qkvz?(_\w+)?|c_attn|query_key_value|gate_up(_proj)?|w12|w13|in_proj(_weight)?"
+    r"|kv_a_proj\w*|kv_b_proj|to_kv",
+    re.IGNORECASE,
+)
+Groups = Iterable[Mapping[str, Any]]
+
+
+def warn_if_fused(groups: Groups, declared: Collection[str] = (), *, stacklevel: int = 3) -> None:
+    """Warn about matrices that have the name of a fused layer and are not cut.
+
+    Args:
+        groups: param groups with (name, parameter) pairs, such as a Plan.
+        declared: names of the parameters whose blocks the caller declared, even as 1.
+        stacklevel: as in warnings.warn; 3 is the caller of this function's caller.
+    """
+    whole = [
+        name
+        for name, _, group in _matrices(groups)
+        if name not in declared and group.get("blocks") is None and is_usually_fused(name)
+    ]
+    if whole:
+        patterns = collapse(whole)
+        warnings.warn(
+            f"{', '.join(patterns)}: a layer of this name usually fuses several matrices (q, k, v; "
+            "gate, up), but it is stepped as one. Declare its row blocks, such as "
+            f"blocks={{'{patterns[0]}': 3}} (and interleaved= if their rows alternate), or "
+            f"blocks={{'{patterns[0]}': 1}} if it is one matrix",
+            UserWarning,
+            stacklevel=stacklevel,
+        )
+
+
+def warn_if_one_row(groups: Groups, declared: Collection[str] = (), *, stacklevel: int = 3) -> None:
+    """Warn about matrices with one row, except those that the caller declared as matrices."""
+    single = [
+        name
+        for name, p, group in _matrices(groups)
+        if name not in declared and _rows(p, group) == 1
+    ]
+    if single:
+        patterns = collapse(single)
+        warnings.warn(
+            f"{', '.join(patterns)}: has one row, so there is nothing to orthogonalize. Send it to "
+            f"AdamW with adamw={patterns}, or keep it with matrix={patterns}",
+            UserWarning,
+            stacklevel=stacklevel,
+        )
+
+
+def is_usually_fused(name: str) -> bool:
+    """True if a parameter has the name of a layer that usually fuses several matrices."""
+    *path, last = name.split(".")
+    return FUSED_NAMES.fullmatch(path[-1] if path and last == "weight" else last) is not None
+
+
+def collapse(names: Iterable[str]) -> list[str]:
+    """Return patterns that match the names, with * in place of layer numbers."""
+    parts = (name.split(".") for name in names)
+    return list(
+        dict.fromkeys(".".join("*" if p.isdecimal() else p for p in path) for path in parts)
+    )
+
+
+def _matrices(groups: Groups) -> Iterable[tuple[str, Tensor, Mapping[str, Any]]]:
+    for group in groups:
+        if group["algorithm"] == "matrix":
+            yield from ((name, p, group) for name, p in group["params"])
+
+
+def _rows(p: Tensor, group: Mapping[str, Any]) -> int:
+    layout = Layout(group.get("view", "matrix"), group.get("transposed", False))
+    return layout.sides(p.shape)[0]
+
+
+# Usual names of nn.Embedding layers, to recognise them where only the names are known.
+TOKEN_NAMES = frozenset(
+    ("embed_tokens", "wte", "wpe", "tok_embeddings", "word_embeddings", "token_embedding",
+     "embedding", "embeddings", "embed")
+)  # fmt: skip
+
+
+def is_embedding_or_head(name: str) -> bool:
+    """True if a parameter's name is that of an embedding or of an output head."""
+    return bool((HEAD_NAMES | EMBEDDING_NAMES | TOKEN_NAMES).intersection(name.split(".")))

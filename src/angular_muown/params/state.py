@@ -101,3 +101,15 @@ def _init_matrices(
             state[name] = zero_vector(p, Layout.of(group), name, compute)
     if group["write_back"] == "master" and p.dtype != compute and "master" not in state:
         state["master"] = zeros_like(p, compute).copy_(p)
+
+
+def state_bytes(p: Tensor, group: Group, recipe: Recipe | None) -> int:
+    """Return the bytes of a parameter's state on this rank, without creating it.
+
+    If p is sharded, this is its share of the whole state: the exact value may differ by a few rows.
+    """
+    shape = torch.empty(p.shape, dtype=p.dtype, device="meta")
+    state: State = {}
+    init_state(shape, state, group, recipe)
+    whole = sum(x.nbytes for x in state.values())
+    return whole * local(p).numel() // max(p.numel(), 1) if is_sharded(p) else whole

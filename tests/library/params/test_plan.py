@@ -30,7 +30,7 @@ def test_every_parameter_is_in_exactly_one_group_the_right_one() -> None:
 
 def test_a_plan_prints_as_a_table() -> None:
     model = tiny_lm()
-    text = str(plan(model, blocks=BLOCKS, aux_lr=0.003, radius_lr=0.004))
+    text = plan(model, blocks=BLOCKS, aux_lr=0.003, radius_lr=0.004).table()
     lines = text.splitlines()
     for word in ("parameter", "shape", "rule", "cut", "lr", "radius lr"):
         assert word in lines[0]
@@ -274,7 +274,8 @@ def test_a_string_is_a_single_pattern() -> None:
 
 
 def test_the_table_shows_overrides() -> None:
-    text = str(plan(tiny_lm(), overrides={"*.up.weight": {"momentum": 0.5}}, aux_weight_decay=0.1))
+    overrides = {"*.up.weight": {"momentum": 0.5}}
+    text = plan(tiny_lm(), overrides=overrides, aux_weight_decay=0.1).table()
     row = next(line for line in text.splitlines() if line.startswith("layers.0.up.weight"))
     assert row.endswith("hidden, momentum=0.5")
     head = next(line for line in text.splitlines() if line.startswith("lm_head.weight"))
@@ -296,7 +297,7 @@ def test_fc_is_a_head_at_the_top_level_only_and_transposed_convolutions_go_to_ad
 
 
 def test_a_model_instead_of_parameters_is_rejected() -> None:
-    with pytest.raises(TypeError, match=r"pass plan\(model\)"):
+    with pytest.raises(TypeError, match=r"use AngularMuown.for_model\(model\)"):
         AngularMuown(tiny_lm())
 
 
