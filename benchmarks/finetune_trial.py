@@ -100,7 +100,7 @@ def adapt(model: LanguageModel, rank: int = RANK) -> list[Adapter]:
     linears = [m for m in model.layers.modules() if isinstance(m, nn.Linear)]
     adapters = []
     for linear in linears:
-        adapter = Adapter(*linear.weight.shape, rank).to(linear.weight.device)
+        adapter = Adapter(linear.out_features, linear.in_features, rank).to(linear.weight.device)
         parametrize.register_parametrization(linear, "weight", adapter)
         adapters.append(adapter)
     return adapters
@@ -160,7 +160,8 @@ class Session:
         gc.collect()  # the last trial's optimizer
 
     def loss(self, tokens: Tokens, job: Job) -> float:
-        count = max(1, job.eval_tokens // tokens.sequence)
+        count = min(job.eval_tokens // tokens.sequence, len(tokens))
+        count -= count % job.batch  # a batch of another size would be compiled anew
         values = evaluate(self.model, tokens, count, job.batch, self.ranks, self.autocast)
         return values["val_loss"]
 
