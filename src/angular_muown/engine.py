@@ -134,8 +134,10 @@ class Engine(torch.optim.Optimizer):
             options: arguments of `plan` and of the optimizer's constructor.
         """
         for_plan = {key: options.pop(key) for key in PLAN_ARGUMENTS if key in options}
-        groups = plan(model, **for_plan)
-        return cls(groups, **({} if lr is None else {"lr": lr}), **options)
+        if lr is not None:
+            options["lr"] = lr
+        member: Any = cls  # a member's own arguments are not known here
+        return member(plan(model, **for_plan), **options)
 
     @property
     def plan(self) -> Plan:

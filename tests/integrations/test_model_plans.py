@@ -1,10 +1,11 @@
 """How `plan` assigns the parameters of common model classes, and what that means for a step.
 
-The table lists every parameter with two or more dimensions, in the terms of the printed plan. AdamW
-takes all vectors and scalars.
+The table lists every parameter with two or more dimensions: its rule, its cut and the reason. AdamW
+takes all vectors and scalars. test_fused_classes checks the cuts against the forward passes.
 """
 
 from fnmatch import fnmatchcase
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,25 @@ from transformers import CLIPConfig, CLIPModel, Conv1D, LlamaConfig, LlamaModel
 
 from angular_muown import AngularMuown, plan
 from tests.integrations.tiny_models import DECODER, ENCODER, MODELS, build, loss_of
+from tests.library.row_uses import block_of_rows
 
-HIDDEN, EMBEDDING = ("matrix", "whole", "hidden"), ("adamw", "", "embedding")
-HEAD, TIED, ROUTER = ("adamw", "", "head"), ("adamw", "", "tied head"), ("adamw", "", "router")
-DEPTHWISE, VECTORS = ("adamw", "", "depthwise"), ("adamw", "", "vectors of experts")
-CONV, TRANSPOSED = ("matrix", "conv", "Conv2d"), ("matrix", "transposed", "Conv1D")
+Assignment = tuple[str, dict[str, Any], str]
+LAYOUT_KEYS = ("view", "transposed", "blocks", "interleaved", "column_blocks")
+
+
+def matrix(why: str, **cut: Any) -> Assignment:
+    return "matrix", cut, why
+
+
+def adamw(why: str) -> Assignment:
+    return "adamw", {}, why
+
+
+HIDDEN, EMBEDDING = matrix("hidden"), adamw("embedding")
+HEAD, TIED = adamw("head"), adamw("tied head")
+ROUTER, DEPTHWISE, VECTORS = adamw("router"), adamw("depthwise"), adamw("vectors of experts")
+STEM, CONV = adamw("input convolution"), matrix("Conv2d", view="conv")
+TRANSPOSED = matrix("Conv1D", transposed=True)
 
 DECODER_TABLE = {
     "model.embed_tokens.weight": EMBEDDING,
@@ -32,10 +47,18 @@ BERT = {
 }
 
 
-def experts(kind: str, up: str, down: str) -> dict[str, tuple[str, str, str]]:
+def experts(kind: str, up: dict[str, Any], **values: Any) -> dict[str, Assignment]:
     return {
-        "model.layers.?.mlp.experts.gate_up_proj": ("matrix", up, kind),
-        "model.layers.?.mlp.experts.down_proj": ("matrix", down, kind),
+        "model.layers.?.mlp.experts.gate_up_proj": matrix(kind, view="stack", **values, **up),
+        "model.layers.?.mlp.experts.down_proj": matrix(kind, view="stack", **values),
+    }
+
+
+def fused_and_dense(fused: Assignment) -> dict[str, Assignment]:
+    return {
+        "transformer.word_embeddings.weight": TIED,
+        "transformer.h.?.self_attention.query_key_value.weight": fused,
+        "transformer.h.?.*.dense*.weight": HIDDEN,
     }
 
 
@@ -46,26 +69,80 @@ TABLE = {
         "model.layers.?.self_attn.[qkvo]_proj.weight": HIDDEN,
         **MLP,
     },
+    "qwen3": {**DECODER_TABLE, **MLP},
     "qwen3_moe": {
         **DECODER_TABLE,
-        "model.layers.?.mlp.gate.weight": ROUTER,
-        **experts("Qwen3MoeExperts", "stack, 2 x rows", "stack"),
+        "*.mlp.gate.weight": ROUTER,
+        **experts("Qwen3MoeExperts", {"blocks": 2}),
     },
     "mixtral": {
         **DECODER_TABLE,
-        "model.layers.?.mlp.gate.weight": ROUTER,
-        **experts("MixtralExperts", "stack, 2 x rows", "stack"),
+        "*.mlp.gate.weight": ROUTER,
+        **experts("MixtralExperts", {"blocks": 2}),
     },
-    "gpt_oss": {  # gate and up rows alternate, so they are not blocks
+    "gpt_oss": {  # gate and up rows alternate; the sinks of its attention are a vector
         **DECODER_TABLE,
+        **experts("GptOssExperts", {"blocks": 2, "interleaved": 32}, transposed=True),
         "model.layers.?.mlp.router.weight": ROUTER,
         "model.layers.?.mlp.experts.*_bias": VECTORS,
-        **experts("GptOssExperts", "stack, transposed", "stack, transposed"),
+    },
+    "deepseek_v3": {
+        **dict(list(DECODER_TABLE.items())[:2]),
+        "model.layers.?.self_attn.q_[ab]_proj.weight": HIDDEN,
+        "model.layers.?.self_attn.o_proj.weight": HIDDEN,
+        "*.kv_a_proj_with_mqa.weight": matrix("DeepseekV3Attention", blocks=(8, 4)),
+        "*.kv_b_proj.weight": matrix("DeepseekV3Attention", blocks=(32, 24), interleaved=4),
+        "model.layers.0.mlp.*_proj.weight": HIDDEN,
+        "model.layers.1.mlp.shared_experts.*_proj.weight": HIDDEN,
+        "model.layers.1.mlp.gate.weight": ROUTER,
+        **experts("DeepseekV3Experts", {"blocks": 2}),
+    },
+    "phi3": {
+        **dict(list(DECODER_TABLE.items())[:2]),
+        "model.layers.?.self_attn.qkv_proj.weight": matrix("Phi3Attention", blocks=(32, 16, 16)),
+        "model.layers.?.self_attn.o_proj.weight": HIDDEN,
+        "model.layers.?.mlp.gate_up_proj.weight": matrix("Phi3MLP", blocks=2),
+        "model.layers.?.mlp.down_proj.weight": HIDDEN,
+    },
+    "gpt_neox": {
+        "gpt_neox.embed_in.weight": EMBEDDING,
+        "*.query_key_value.weight": matrix("GPTNeoXAttention", blocks=3, interleaved=4),
+        "*.dense*.weight": HIDDEN,
+        "lm_head.weight": HEAD,
+    },
+    "bloom": fused_and_dense(matrix("BloomAttention", blocks=3, interleaved=4)),
+    "falcon": fused_and_dense(matrix("FalconAttention", blocks=(16, 8, 8), interleaved=2)),
+    "falcon_multi_query": fused_and_dense(matrix("FalconAttention", blocks=(16, 4, 4))),
+    "falcon_per_head": fused_and_dense(matrix("FalconAttention", blocks=3, interleaved=4)),
+    "mpt": {
+        "transformer.wte.weight": TIED,
+        "*.attn.Wqkv.weight": matrix("MptAttention", blocks=3),
+        "*.attn.out_proj.weight": HIDDEN,
+        "*.ffn.*_proj.weight": HIDDEN,
+    },
+    "modernbert": {
+        "model.embeddings.tok_embeddings.weight": TIED,
+        "*.attn.Wqkv.weight": matrix("ModernBertAttention", blocks=3),
+        "*.mlp.Wi.weight": matrix("ModernBertMLP", blocks=2),
+        "*.Wo.weight": HIDDEN,
+        "head.dense.weight": HEAD,
+    },
+    "opt": {
+        "model.decoder.embed_tokens.weight": TIED,
+        "model.decoder.embed_positions.weight": EMBEDDING,
+        "model.decoder.project_*.weight": HIDDEN,  # between the embedding's width and the model's
+        "model.decoder.layers.?.*.weight": HIDDEN,
+    },
+    "whisper": {
+        "model.encoder.conv[12].weight": STEM,
+        "model.decoder.embed_tokens.weight": TIED,
+        "model.decoder.embed_positions.weight": EMBEDDING,
+        "model.*coder.layers.?.*.weight": HIDDEN,
     },
     "gpt2": {
         "transformer.wte.weight": TIED,
         "transformer.wpe.weight": EMBEDDING,
-        "transformer.h.?.attn.c_attn.weight": ("matrix", "transposed, 3 x rows", "Conv1D"),
+        "transformer.h.?.attn.c_attn.weight": matrix("Conv1D", transposed=True, blocks=3),
         "transformer.h.?.attn.c_proj.weight": TRANSPOSED,
         "transformer.h.?.mlp.*.weight": TRANSPOSED,
     },
@@ -85,14 +162,18 @@ TABLE = {
     "mamba2": {
         "backbone.embeddings.weight": EMBEDDING,
         "backbone.layers.?.mixer.conv1d.weight": DEPTHWISE,
-        "backbone.layers.?.mixer.*_proj.weight": HIDDEN,
+        "backbone.layers.?.mixer.in_proj.weight": matrix("Mamba2Mixer", blocks=(32, 32, 8, 8, 4)),
+        "backbone.layers.?.mixer.out_proj.weight": HIDDEN,
         "lm_head.weight": HEAD,
     },
     "mamba": {
         "backbone.embeddings.weight": TIED,
         "backbone.layers.?.mixer.conv1d.weight": DEPTHWISE,
-        "backbone.layers.?.mixer.A_log": ("adamw", "", "state space"),
-        "backbone.layers.?.mixer.*_proj.weight": HIDDEN,
+        "backbone.layers.?.mixer.A_log": adamw("state space"),
+        "backbone.layers.?.mixer.in_proj.weight": matrix("MambaMixer", blocks=2),
+        "backbone.layers.?.mixer.x_proj.weight": matrix("MambaMixer", blocks=(1, 8, 8)),
+        "backbone.layers.?.mixer.dt_proj.weight": HIDDEN,
+        "backbone.layers.?.mixer.out_proj.weight": HIDDEN,
     },
     "vit": {
         "vit.embeddings.*": EMBEDDING,
@@ -101,7 +182,7 @@ TABLE = {
         "classifier.weight": HEAD,
     },
     "resnet": {
-        "resnet.embedder.*.convolution.weight": ("adamw", "", "input convolution"),
+        "resnet.embedder.*.convolution.weight": STEM,
         "resnet.encoder.*.convolution.weight": CONV,
         "classifier.1.weight": HEAD,
     },
@@ -115,18 +196,25 @@ TABLE = {
 }
 
 
-def assignments(model: nn.Module) -> dict[str, tuple[str, str, str]]:
-    """Return the rule, cut and reason of every parameter, as the printed plan shows them."""
-    groups = plan(model)
-    rows = [groups._line(name, p, group) for group in groups for name, p in group["params"]]
-    return {name: (rule, cut, why) for name, _, rule, cut, _, _, why in rows}
+def assignments(model: nn.Module, **options: Any) -> dict[str, Assignment]:
+    """Return the rule, cut and reason of every parameter."""
+    groups = plan(model, **options)
+    return {
+        name: (
+            group["algorithm"],
+            {key: group[key] for key in LAYOUT_KEYS if key in group},
+            groups.reasons[name],
+        )
+        for group in groups
+        for name, _ in group["params"]
+    }
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_are_assigned_as_in_the_table(name) -> None:
     model, used = build(name), set()
     assigned = assignments(model)
-    parameters = dict(model.named_parameters())
+    parameters = {key: p for key, p in model.named_parameters() if p.requires_grad}
     assert assigned.keys() == parameters.keys(), "each exactly once, tied ones under one name"
     for key, p in parameters.items():
         if p.ndim < 2:
@@ -160,58 +248,52 @@ def step_with(model: nn.Module, gradients: dict[str, torch.Tensor], **options) -
         optimizer.step()
 
 
-def test_a_transposed_fused_layer_is_stepped_as_three_linear_layers() -> None:
-    """As the table states for GPT-2."""
-    attention = build("gpt2").transformer.h[0].attn
-    fused = nn.ModuleDict({"attn": attention})
-    gradients = {name: torch.randn_like(p) for name, p in fused.named_parameters()}
-    separate = nn.ModuleDict({key: nn.Linear(16, 16, bias=False) for key in "qkv"})
+# A weight of each kind of cut.
+FUSED = {
+    "gpt2": "transformer.h.0.attn.c_attn.weight",
+    "gpt_neox": "gpt_neox.layers.0.attention.query_key_value.weight",
+    "falcon": "transformer.h.0.self_attention.query_key_value.weight",
+    "phi3": "model.layers.0.self_attn.qkv_proj.weight",
+    "deepseek_v3": "model.layers.0.self_attn.kv_b_proj.weight",
+    "mixtral": "model.layers.0.mlp.experts.gate_up_proj",
+    "gpt_oss": "model.layers.0.mlp.experts.gate_up_proj",
+}
+
+
+def matrices(X: torch.Tensor, cut: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the out x in matrices of a weight or gradient."""
+    X = X.mT if cut.get("transposed") else X
+    blocks = torch.tensor(block_of_rows(cut, X.shape[-2]))
+    return [Y[blocks == j] for Y in X.reshape(-1, *X.shape[-2:]) for j in blocks.unique()]
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_fused_weight_is_stepped_as_separate_linear_layers(name) -> None:
+    model, fused = build(name), FUSED[name]
+    weight, cut = model.get_parameter(fused), assignments(model)[fused][1]
+    gradients = {key: torch.randn_like(p) for key, p in model.named_parameters()}
+    separate = nn.ModuleList(nn.Linear(*W.shape[::-1], bias=False) for W in matrices(weight, cut))
     separate_gradients = {}
-    for i, layer in enumerate(separate):
-        columns = slice(16 * i, 16 * i + 16)
-        separate[layer].weight = nn.Parameter(attention.c_attn.weight[:, columns].T.clone())
-        separate_gradients[f"{layer}.weight"] = gradients["attn.c_attn.weight"][:, columns].T
-    step_with(fused, gradients, head=None)
+    parts = zip(matrices(weight.detach(), cut), matrices(gradients[fused], cut), strict=True)
+    for i, (W, G) in enumerate(parts):
+        separate[i].weight = nn.Parameter(W)
+        separate_gradients[f"{i}.weight"] = G
+    step_with(model, gradients)
     step_with(separate, separate_gradients, head=None)
-    joined = torch.cat([layer.weight for layer in separate.values()]).T
-    torch.testing.assert_close(attention.c_attn.weight, joined)
-
-
-@pytest.mark.parametrize(("name", "transposed"), [("mixtral", False), ("gpt_oss", True)])
-def test_a_stack_of_experts_is_stepped_as_separate_experts(name, transposed) -> None:
-    experts = build(name).model.layers[0].mlp.experts
-    stack = nn.ModuleDict({"experts": experts})
-    gradients = {f"experts.{key}": torch.randn_like(p) for key, p in experts.named_parameters()}
-    layers, layer_gradients = {}, {}
-    for projection in ("gate_up_proj", "down_proj"):
-        halves = 2 if projection == "gate_up_proj" and not transposed else 1
-        for i, (W, G) in enumerate(
-            zip(getattr(experts, projection), gradients[f"experts.{projection}"], strict=True)
-        ):
-            parts = zip(*((X.T if transposed else X).chunk(halves) for X in (W, G)), strict=True)
-            for j, (part, gradient) in enumerate(parts):
-                key = f"{projection}{i}{j}"
-                layers[key] = nn.Linear(*part.shape[::-1], bias=False)
-                layers[key].weight = nn.Parameter(part.detach().clone())
-                layer_gradients[f"{key}.weight"] = gradient
-    separate = nn.ModuleDict(layers)
-    step_with(stack, gradients, head=None)
-    step_with(separate, layer_gradients, head=None)
-    for projection in ("gate_up_proj", "down_proj"):
-        for i, W in enumerate(getattr(experts, projection)):
-            parts = [layers[key].weight for key in layers if key.startswith(f"{projection}{i}")]
-            torch.testing.assert_close(W.T if transposed else W, torch.cat(parts))
+    for layer, W in zip(separate, matrices(weight.detach(), cut), strict=True):
+        torch.testing.assert_close(layer.weight, W)
 
 
 def test_cross_attention_of_gpt2_fuses_two_projections() -> None:
     assigned = assignments(build("gpt2", add_cross_attention=True))
-    assert assigned["transformer.h.0.crossattention.c_attn.weight"][1] == "transposed, 2 x rows"
-    assert assigned["transformer.h.0.crossattention.q_attn.weight"][1] == "transposed"
+    key_value = assigned["transformer.h.0.crossattention.c_attn.weight"]
+    assert key_value == matrix("Conv1D", transposed=True, blocks=2)
+    assert assigned["transformer.h.0.crossattention.q_attn.weight"] == TRANSPOSED
 
 
 def test_a_conv1d_outside_gpt2_is_transposed_and_not_split() -> None:
     model = nn.ModuleDict({"c_attn": Conv1D(48, 16), "head": nn.Linear(16, 2)})
-    assert assignments(model)["c_attn.weight"] == TRANSPOSED
+    assert assignments(model, blocks={"c_attn.weight": 1})["c_attn.weight"] == TRANSPOSED
 
 
 def test_every_convolution_of_a_stem_is_an_input_convolution() -> None:
@@ -220,11 +302,10 @@ def test_every_convolution_of_a_stem_is_an_input_convolution() -> None:
     block = nn.ModuleDict({"conv1": nn.Conv2d(8, 8, 3)})
     model = nn.ModuleDict({"conv1": deep, "layer1": block, "fc": nn.Linear(8, 2)})
     assigned = assignments(model)
-    stem = ("adamw", "", "input convolution")
-    assert (assigned["conv1.0.weight"], assigned["conv1.2.weight"]) == (stem, stem)
+    assert (assigned["conv1.0.weight"], assigned["conv1.2.weight"]) == (STEM, STEM)
     assert assigned["layer1.conv1.weight"] == CONV
     named = nn.ModuleDict({"stem": deep, "fc": nn.Linear(8, 2)})
-    assert [assignments(named)[f"stem.{i}.weight"] for i in (0, 2)] == [stem, stem]
+    assert [assignments(named)[f"stem.{i}.weight"] for i in (0, 2)] == [STEM, STEM]
 
 
 def test_declaring_a_stack_keeps_the_blocks_known_from_its_module() -> None:
@@ -246,7 +327,8 @@ class Unknown(nn.Module):
 def test_errors_for_unknown_layouts_and_missing_heads_name_the_argument_to_pass() -> None:
     with pytest.raises(ValueError, match=r"'gate_up_proj' \(4, 16, 32\) in Unknown.*stacks=\["):
         plan(Unknown())
-    assert plan(Unknown(), stacks="gate_up_proj", transposed="gate_up_proj")
+    declared = {"stacks": "gate_up_proj", "transposed": "gate_up_proj"}
+    assert plan(Unknown(), **declared, blocks={"gate_up_proj": 2})
     text = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 1, **ENCODER}
     vision = {"image_size": 32, "patch_size": 8, **ENCODER}
     two_towers = CLIPModel(CLIPConfig(text_config=text, vision_config=vision))

@@ -31,6 +31,7 @@ PLACEMENTS: dict[str, Placement] = {
 GROUPS: list[dict[str, Any]] = [
     {"shapes": [(18, 12), (12, 30), (10, 7), (18, 12)]},
     {"shapes": [(18, 10)], "blocks": 3},
+    {"shapes": [(18, 10)], "blocks": (9, 6, 3), "interleaved": 3},
     {"shapes": [(14, 9)], "blocks": (4, 10), "column_blocks": 3},
     {"shapes": [(10, 16)], "transposed": True, "blocks": 2},
     {"shapes": [(12, 6, 3, 1)], "view": "conv"},

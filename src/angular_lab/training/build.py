@@ -115,9 +115,10 @@ def make_optimizer(model: LanguageModel, spec: Spec) -> torch.optim.Optimizer:
     o = spec.optim
     if o.name not in OPTIMIZER_NAMES:
         raise UserError(f"optim.name={o.name}: it must be one of {', '.join(OPTIMIZER_NAMES)}")
+    blocks = model.blocks()
     groups = plan(
         model,
-        blocks=model.blocks() if o.split_blocks else {},
+        blocks=blocks if o.split_blocks else dict.fromkeys(blocks, 1),
         stacks=model.stacks(),
         aux_lr=o.aux_lr,
         aux_weight_decay=o.aux_weight_decay,

@@ -88,6 +88,7 @@ def covers_shards(p: Tensor, windows: Sequence[Slice2D], layout: Layout, group: 
         alike
         and all(edge % EDGE == 0 for edge in edges)
         and not layout.transposed
+        and layout.interleaved == 1
         and p.dtype in FLOATS
         and (p.dtype == torch.float32 or group["write_back"] != "master")
         and group["state_dtype"] != "float64"
@@ -111,6 +112,8 @@ def _has_fitting_sides(m: int, n: int) -> bool:
 @cache
 def fits(shape: torch.Size, layout: Layout) -> bool:
     """True if the kernels can read all matrices of a parameter with this shape and layout."""
+    if layout.interleaved > 1:  # the rows of a matrix have no common stride
+        return False
     pieces = layout.cut(torch.empty(shape, device="meta"))
     return all(
         piece.stride(-1) == 1

@@ -22,7 +22,8 @@ Values = Mapping[str, Any]
 Entry = Values | Callable[[Any], Values]
 Layouts = Mapping[str, Entry]
 
-LAYOUT_KEYS = ("blocks", "interleaved", "column_blocks", "transposed", "view")
+CUT_KEYS = ("blocks", "interleaved", "column_blocks")
+LAYOUT_KEYS = (*CUT_KEYS, "transposed", "view")
 
 
 def _rows(layer: nn.Module) -> int:
@@ -70,6 +71,17 @@ def _key_and_value(attention: Any) -> Values:
     return {"blocks": (key, value), "interleaved": heads}
 
 
+def _mamba2(mixer: Any) -> Values:
+    """Return the cut of Mamba-2's input projection: gate, x, B, C and time steps."""
+    inner, state = mixer.intermediate_size, mixer.n_groups * mixer.ssm_state_size
+    return {"blocks": (inner, inner, state, state, mixer.num_heads)}
+
+
+def _mamba_states(mixer: Any) -> Values:
+    """Return the cut of Mamba's second projection: time steps, B and C."""
+    return {"blocks": (mixer.time_step_rank, mixer.ssm_state_size, mixer.ssm_state_size)}
+
+
 def _torchtitan(projection: Any) -> Values:
     """Return the cut of torchtitan's FusedQKVLinear: per key head, its query heads, k and v."""
     size = projection.head_dim
@@ -90,6 +102,9 @@ FUSED_LAYOUTS: dict[str, Entry] = {
     "ModernBertMLP.Wi": {"blocks": 2},
     "DeepseekV3Attention.kv_a_proj_with_mqa": _latent_and_rope,
     "DeepseekV3Attention.kv_b_proj": _key_and_value,
+    "MambaMixer.in_proj": {"blocks": 2},
+    "MambaMixer.x_proj": _mamba_states,
+    "Mamba2Mixer.in_proj": _mamba2,
     "FusedQKVLinear.wqkv": _torchtitan,
     "GroupedExperts.w1_EFD": {"view": "stack"},
     "GroupedExperts.w2_EDF": {"view": "stack"},
@@ -153,4 +168,5 @@ def declare_cuts(known: Values, declared: Values) -> dict[str, Any]:
     kept = dict(known)
     if "blocks" in declared and declared["blocks"] != kept.get("blocks"):
         kept.pop("interleaved", None)
-    return {**kept, **declared}
+    # One block is the whole matrix: no cut, as in state dicts that were saved without one.
+    return {key: x for key, x in {**kept, **declared}.items() if key not in CUT_KEYS or x != 1}

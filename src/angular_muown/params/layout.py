@@ -3,12 +3,14 @@
 A layout is declared in the parameter's group, never guessed from its shape:
 `view` ("matrix"; "stack": leading dimensions count matrices; "conv": out x rest), `transposed`
 (stored as in x out), `blocks` (split the rows into k equal blocks or the given sizes: fused
-q, k, v, gated MLPs, heads) and `column_blocks` (the same for columns: heads of an output
-projection).
+q, k, v, gated MLPs, heads), `interleaved` (the rows of the blocks alternate: they come in this many
+units, each with its part of every block in turn, such as q, k and v of one head) and
+`column_blocks` (blocks of columns: heads of an output projection).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
@@ -22,12 +24,17 @@ Interval = tuple[int, int]
 
 
 class Slice2D(NamedTuple):
-    """The rows and columns of an m x n matrix that a part covers."""
+    """The rows and columns of an m x n matrix that a part covers.
+
+    With a period, the part is a block whose rows repeat every `period` rows of a larger matrix:
+    `rows` is then its interval within one period, and m counts all its rows.
+    """
 
     rows: Interval
     columns: Interval
     m: int
     n: int
+    period: int = 0
 
     @property
     def size(self) -> int:
@@ -35,9 +42,20 @@ class Slice2D(NamedTuple):
 
     def of_block(self, block: "Slice2D") -> "Slice2D":
         """Return the part of `block` inside this slice, relative to the block's corner."""
-        rows = _overlap(block.rows, self.rows)
+        start, stop = self.rows
+        if block.period:  # the block's rows in a range of rows are consecutive rows of the block
+            rows = (_rows_before(start, block), _rows_before(stop, block))
+        else:
+            rows = _overlap(block.rows, self.rows)
         columns = _overlap(block.columns, self.columns)
         return Slice2D(rows, columns, block.m, block.n)
+
+
+def _rows_before(row: int, block: Slice2D) -> int:
+    """Return how many rows of a periodic block lie before a row of the larger matrix."""
+    units, rest = divmod(row, block.period)
+    start, stop = block.rows
+    return units * (stop - start) + min(max(rest - start, 0), stop - start)
 
 
 def vector_axes(name: str) -> tuple[bool, bool]:
@@ -88,13 +106,15 @@ class Layout:
     transposed: bool = False
     blocks: Cut = 1
     column_blocks: Cut = 1
+    interleaved: int = 1
 
     @staticmethod
     def of(group: Mapping[str, Any]) -> "Layout":
         cuts = (group["blocks"] or 1, group["column_blocks"] or 1)
         # Tuples, because layouts are cache keys; a loaded state dict may hold lists.
         rows, columns = (cut if isinstance(cut, int) else tuple(cut) for cut in cuts)
-        return Layout(group["view"], group["transposed"], rows, columns)
+        units = group.get("interleaved") or 1
+        return Layout(group["view"], group["transposed"], rows, columns, units)
 
     def canonical(self, t: Tensor) -> Tensor:
         """Return t as (count, m, n) with fan-out rows, as a view if its strides allow one."""
@@ -132,31 +152,64 @@ class Layout:
 
     def grid(self, m: int, n: int) -> list[Slice2D]:
         """Return the blocks of an m x n matrix, in the order of `cut` with a window."""
-        rows, columns = block_sizes(m, self.blocks), block_sizes(n, self.column_blocks)
+        rows, columns = self._sizes(m, n)
+        within_unit = _intervals([size // self.interleaved for size in rows])
+        period = m // self.interleaved if self.interleaved > 1 else 0
         return [
-            Slice2D(a, b, a[1] - a[0], b[1] - b[0])
-            for a in _intervals(rows)
+            Slice2D(a, b, size, b[1] - b[0], period)
+            for size, a in zip(rows, within_unit, strict=True)
             for b in _intervals(columns)
         ]
 
     def cut(self, t: Tensor, window: Slice2D | None = None) -> list[Tensor]:
-        """Cut a parameter, gradient or momentum into its matrices: views (count, m_i, n_i).
+        """Cut a parameter, gradient or momentum into its matrices: (count, m_i, n_i).
 
-        With a window, t holds only that part of the matrices. Its cuts may then be empty.
+        These are views, unless the rows of the blocks alternate. With a window, t holds only that
+        part of the matrices. Its cuts may then be empty.
         """
-        return self._cut(self.canonical(t), True, True, window)
+        return self.split(self.in_order(t, None, window), None, window)
 
     def cut_vector(self, t: Tensor, name: str = "", window: Slice2D | None = None) -> list[Tensor]:
-        """Cut a state vector the same way.
+        """Cut a state vector the same way."""
+        return self.split(self.in_order(t, name, window), name, window)
+
+    def in_order(self, t: Tensor, name: str | None, window: Slice2D | None = None) -> Tensor:
+        """Return t as (count, m, n) with the rows of each block together.
+
+        It is a view of t, and a copy if the rows of the blocks alternate.
+
+        Args:
+            t: a tensor with the parameter's shape, or a state vector of the parameter.
+            name: of the state vector; None if t has the parameter's shape.
+            window: the part of the matrices that t holds; None is all of them.
+        """
+        X = self._matrices(t, name)
+        return X if self.interleaved == 1 else X.index_select(1, self._order(X, name, window))
+
+    def store(self, X: Tensor, t: Tensor, name: str | None, window: Slice2D | None = None) -> None:
+        """Write to t what `in_order` copied from it."""
+        target = self._matrices(t, name)
+        target.index_copy_(1, self._order(target, name, window), X)
+
+    def _matrices(self, t: Tensor, name: str | None) -> Tensor:
+        if name is None:
+            return self.canonical(t)
+        return t.unsqueeze(0) if t.ndim == 2 else t.flatten(0, -3)
+
+    def _order(self, X: Tensor, name: str | None, window: Slice2D | None) -> Tensor:
+        """Return the rows of X, block by block."""
+        by_row = name is None or vector_axes(name)[0]
+        if not by_row:
+            return torch.arange(X.shape[1], device=X.device)
+        rows, m = (window.rows, window.m) if window is not None else ((0, X.shape[1]), X.shape[1])
+        return _rows_by_block(self, rows, m, X.device)
+
+    def split(self, X: Tensor, name: str | None, window: Slice2D | None = None) -> list[Tensor]:
+        """Split what `in_order` returned into its matrices, as views.
 
         A vector without an entry per row (column) has one row (column) per block.
         """
-        X = t.unsqueeze(0) if t.ndim == 2 else t.flatten(0, -3)
-        return self._cut(X, *vector_axes(name), window)
-
-    def _cut(
-        self, X: Tensor, by_row: bool, by_column: bool, window: Slice2D | None
-    ) -> list[Tensor]:
+        by_row, by_column = (True, True) if name is None else vector_axes(name)
         if self.blocks == 1 and self.column_blocks == 1:  # the usual case, kept cheap
             return [X]
         count, m, n = X.shape
@@ -165,7 +218,7 @@ class Layout:
         if window is None:
             rows, columns = block_sizes(m, row_cut), block_sizes(n, column_cut)
         else:
-            rows = _sizes_within(window.rows, window.m, row_cut) if by_row else [1] * m
+            rows = self._rows_within(window) if by_row else [1] * m
             columns = _sizes_within(window.columns, window.n, column_cut) if by_column else [1] * n
         # Equal row blocks become one piece with more matrices if that is a view, which it is not
         # for a stack of transposed matrices.
@@ -174,6 +227,12 @@ class Layout:
         if is_view and window is None:
             return [X.reshape(count * len(rows), rows[0], n)]
         return [b for a in X.split(rows, dim=1) for b in a.split(columns, dim=2)]
+
+    def _rows_within(self, window: Slice2D) -> list[int]:
+        """Return how many rows of each block lie in the window."""
+        blocks = self.grid(window.m, window.n)[:: len(block_sizes(window.n, self.column_blocks))]
+        intervals = [window.of_block(block).rows for block in blocks]
+        return [stop - start for start, stop in intervals]
 
     def vector_shape(
         self, t: Tensor, name: str = "", window: Slice2D | None = None
@@ -201,4 +260,19 @@ class Layout:
         self._sizes(*self.canonical(torch.empty(t.shape, device="meta")).shape[1:])
 
     def _sizes(self, m: int, n: int) -> tuple[list[int], list[int]]:
-        return block_sizes(m, self.blocks), block_sizes(n, self.column_blocks)
+        rows = block_sizes(m, self.blocks)
+        if any(size % self.interleaved for size in rows):
+            raise ValueError(
+                f"has row blocks {rows}, which do not all divide into interleaved="
+                f"{self.interleaved} units"
+            )
+        return rows, block_sizes(n, self.column_blocks)
+
+
+@lru_cache(maxsize=1024)
+def _rows_by_block(layout: Layout, rows: Interval, m: int, device: torch.device) -> Tensor:
+    """Return the rows of a range of an m-row matrix in the order of the blocks, from 0."""
+    position = torch.arange(*rows) % (m // layout.interleaved)
+    ends = torch.tensor([size // layout.interleaved for size in block_sizes(m, layout.blocks)])
+    block = torch.bucketize(position, ends.cumsum(0), right=True)
+    return block.argsort(stable=True).to(device)

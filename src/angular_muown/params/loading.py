@@ -34,7 +34,7 @@ SavedGroup = dict[str, Any]
 State = dict[str, Any]
 SHAPED_LIKE_WEIGHT = ("momentum_buffer", "master", "average")
 # These define what the state means: a state dict with other values belongs to other groups.
-MEANING_KEYS = ("algorithm", "view", "transposed", "blocks", "column_blocks")
+MEANING_KEYS = ("algorithm", "view", "transposed", "blocks", "column_blocks", "interleaved")
 # These select the method or kappa. The state fits either value, so a silent change would go
 # unnoticed.
 METHOD_KEYS = (
@@ -239,14 +239,17 @@ def _integer(value: Any, default: Any) -> Any:
 def _check_meaning(optimizer: LoadTarget, saved_groups: list[SavedGroup]) -> None:
     for i, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
         for key in MEANING_KEYS:
-            current, loaded = (
-                list(v) if isinstance(v := g[key], tuple) else v for g in (group, saved)
-            )
+            current, loaded = (_meaning(g.get(key)) for g in (group, saved))
             if current != loaded:
                 raise ValueError(
                     f"group {i} was saved with {key}={loaded!r}, but has {key}={current!r} in this "
                     f"optimizer: {ADVICE}"
                 )
+
+
+def _meaning(value: Any) -> Any:
+    """Return a value that is equal for settings that mean the same: one block is no cut."""
+    return list(value) if isinstance(value, tuple) else None if value == 1 else value
 
 
 def _check_not_empty(optimizer: LoadTarget, saved_groups: list[SavedGroup], states: Any) -> None:

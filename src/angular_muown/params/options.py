@@ -458,6 +458,11 @@ def _check_combinations(group: Values) -> None:
             f"radius_lr={group['radius_lr']!r} with {start}={group[start]!r}: radius_lr is "
             "scheduled in proportion to lr, so lr must start above 0"
         )
+    if (group.get("interleaved") or 1) > 1 and not group.get("blocks"):
+        raise ValueError(
+            f"interleaved={group['interleaved']!r} without blocks: declare the blocks whose rows "
+            "alternate, such as blocks=3 for q, k, v"
+        )
     if group.get("orthogonalize") == TANGENT and "tangent_steps" not in group:
         raise ValueError(
             f"orthogonalize={TANGENT!r} is for AngularMuown only: choose one of "

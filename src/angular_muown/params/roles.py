@@ -103,6 +103,7 @@ EMBEDDING_NAMES = frozenset(
 # layer in torchvision's ResNet and a Sequential in timm's with a deep stem.
 STEM_NAMES = frozenset(("stem", "conv_stem", "embedder"))
 TOP_LEVEL_STEMS = frozenset(("conv1",))
+STEM_LAYERS = frozenset(("WhisperEncoder.conv1", "WhisperEncoder.conv2"))  # "ParentClass.attribute"
 TOP_LEVEL_HEADS = frozenset(("fc",))  # ResNet's head at the top level, a hidden layer below it
 ROUTER_NAMES = frozenset(("router",))
 # A router if its parent also has experts, otherwise a GLU's gate.
@@ -269,7 +270,7 @@ def _infer_role(name: str, p: Tensor, owners: list[Owner], layouts: Layouts) -> 
 
 def _reason_for_adamw(owner: Owner, p: Tensor) -> str | None:
     """Return why a parameter with two or more dimensions is not a hidden matrix, or None."""
-    path, module, attribute, _ = owner
+    module, attribute = owner.module, owner.attribute
     if isinstance(module, NORMS):
         return "norm"
     if attribute in ("bias_k", "bias_v"):
@@ -283,12 +284,19 @@ def _reason_for_adamw(owner: Owner, p: Tensor) -> str | None:
     if isinstance(module, CONVOLUTIONS):
         if 1 < module.groups == module.in_channels:
             return "depthwise"
-        names = path.split(".")
-        if STEM_NAMES.intersection(names) or names[0] in TOP_LEVEL_STEMS:
+        if _is_stem(owner):
             return "input convolution"
     if isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
         return "transposed convolution"  # its rows are not its outputs
     return None
+
+
+def _is_stem(owner: Owner) -> bool:
+    names = owner.path.split(".")
+    if STEM_NAMES.intersection(names) or names[0] in TOP_LEVEL_STEMS:
+        return True
+    classes = type(owner.parent).__mro__
+    return any(f"{kind.__name__}.{names[-1]}" in STEM_LAYERS for kind in classes)
 
 
 def _structure(p: Tensor, owner: Owner, layouts: Layouts) -> Values:
@@ -363,12 +371,11 @@ def warn_if_fused(groups: Groups, declared: Collection[str] = (), *, stacklevel:
         if name not in declared and group.get("blocks") is None and is_usually_fused(name)
     ]
     if whole:
-        patterns = collapse(whole)
+        example = {pattern: _usual_blocks(pattern) for pattern in collapse(whole)}
         warnings.warn(
-            f"{', '.join(patterns)}: a layer of this name usually fuses several matrices (q, k, v; "
-            "gate, up), but it is stepped as one. Declare its row blocks, such as "
-            f"blocks={{'{patterns[0]}': 3}} (and interleaved= if their rows alternate), or "
-            f"blocks={{'{patterns[0]}': 1}} if it is one matrix",
+            f"{', '.join(example)}: a layer of this name usually fuses several matrices (q, k, v; "
+            "gate, up), but it is stepped as one. Declare its row blocks or their sizes, such as "
+            f"blocks={example}, and interleaved= if their rows alternate. 1 keeps it whole",
             UserWarning,
             stacklevel=stacklevel,
         )
@@ -397,12 +404,15 @@ def is_usually_fused(name: str) -> bool:
     return FUSED_NAMES.fullmatch(path[-1] if path and last == "weight" else last) is not None
 
 
+def _usual_blocks(name: str) -> int:
+    return 3 if re.search(r"qkv|c_attn|query_key_value", name, re.IGNORECASE) else 2
+
+
 def collapse(names: Iterable[str]) -> list[str]:
     """Return patterns that match the names, with * in place of layer numbers."""
-    parts = (name.split(".") for name in names)
-    return list(
-        dict.fromkeys(".".join("*" if p.isdecimal() else p for p in path) for path in parts)
-    )
+    paths = (name.split(".") for name in names)
+    patterns = (".".join("*" if part.isdecimal() else part for part in path) for path in paths)
+    return list(dict.fromkeys(patterns))
 
 
 def _matrices(groups: Groups) -> Iterable[tuple[str, Tensor, Mapping[str, Any]]]:

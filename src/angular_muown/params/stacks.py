@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from angular_muown.distributed.mesh import local, local_gradient
-from angular_muown.params.layout import Layout
+from angular_muown.params.layout import Layout, Slice2D
 from angular_muown.params.options import Group, seed
 from angular_muown.params.rounding import DROPPED_BITS, reconcile_master, round_stochastically
 from angular_muown.stages.context import State
@@ -144,8 +144,11 @@ class OpenParameter:
     sharding: "Sharding | None" = None  # set if ranks share the work
     working: Tensor = field(init=False)
     momentum: Tensor = field(init=False)
+    # copies with the rows of each block together, their originals and names, to be stored back
+    copies: list[tuple[Tensor, Tensor, str | None]] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.copies = []
         p = local(self.parameter)
         self.momentum = local(self.state["momentum_buffer"])
         if "master" in self.state:
@@ -170,13 +173,16 @@ class OpenParameter:
         t = self.state["step"]
         return (float(t) if t.device.type == "cpu" else t) + 1
 
+    @property
+    def _window(self) -> Slice2D | None:
+        return self.sharding.window if self.sharding is not None else None
+
     def views(self, state_names: tuple[str, ...]) -> Iterator[MatrixView]:
-        window = self.sharding.window if self.sharding is not None else None
-        vectors = [(name, local(self.state[name])) for name in state_names]
-        cut_vectors = [self.layout.cut_vector(vector, name, window) for name, vector in vectors]
-        tensors = (self.working, local_gradient(self.parameter), self.momentum)
+        window = self._window
+        cut_vectors = [self._cut(local(self.state[name]), name) for name in state_names]
         grid = self.layout.grid(window.m, window.n) if window is not None else []
-        cuts = (self.layout.cut(t, window) for t in tensors)
+        gradients = self.layout.cut(local_gradient(self.parameter), window)
+        cuts = (self._cut(self.working), gradients, self._cut(self.momentum))
         for i, (W, G, M) in enumerate(zip(*cuts, strict=True)):
             state = {name: parts[i] for name, parts in zip(state_names, cut_vectors, strict=True)}
             sides, corner = (W.shape[-2], W.shape[-1]), (0, 0)
@@ -185,8 +191,18 @@ class OpenParameter:
                 sides, corner = (part.m, part.n), (part.rows[0], part.columns[0])
             yield MatrixView(self.parameter, W, G, M, state, self.t, sides, corner)
 
+    def _cut(self, t: Tensor, name: str | None = None) -> list[Tensor]:
+        """Cut a tensor that the step writes to."""
+        X = self.layout.in_order(t, name, self._window)
+        if self.layout.interleaved > 1:
+            self.copies.append((X, t, name))
+        return self.layout.split(X, name, self._window)
+
     def close(self) -> None:
         """Copy back what the step computed outside the parameter and its state."""
+        if self.parameter.grad is not None:
+            for X, t, name in self.copies:
+                self.layout.store(X, t, name, self._window)
         names = [("momentum_buffer", self.momentum)]
         if "master" in self.state:
             names.append(("master", self.working))

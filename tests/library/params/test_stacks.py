@@ -8,7 +8,7 @@ from torch import nn
 
 from angular_muown import engine
 from angular_muown.params import stacks
-from angular_muown.params.layout import Layout, block_sizes
+from angular_muown.params.layout import Layout, Slice2D, block_sizes
 from tests.library.family import FAMILY, noise, parameter, pull, run
 
 LAYOUTS = [
@@ -43,6 +43,71 @@ def test_cuts_cover_every_element_once(layout: Layout, shape) -> None:
             assert part.shape == (count, *entries[name])
             part += 1
         assert (vector == 1).all()
+
+
+INTERLEAVED = [
+    (Layout(blocks=3, interleaved=4), (24, 6)),
+    (Layout(blocks=(16, 8, 8), interleaved=4), (32, 6)),
+    (Layout(blocks=2, interleaved=12), (24, 6)),  # gate and up rows take turns
+    (Layout(blocks=2, column_blocks=2, interleaved=3), (12, 6)),
+    (Layout(transposed=True, blocks=3, interleaved=2), (6, 24)),
+    (Layout("stack", blocks=2, interleaved=3), (2, 12, 6)),
+    (Layout("stack", transposed=True, blocks=2, interleaved=3), (2, 6, 12)),
+]
+
+
+def rows_by_block(layout: Layout, m: int) -> list[int]:
+    """Return the rows of an interleaved matrix block by block, spelled out."""
+    sizes = block_sizes(m, layout.blocks)
+    units = [[size // layout.interleaved for size in sizes]] * layout.interleaved
+    owner = [block for unit in units for block, size in enumerate(unit) for _ in range(size)]
+    return [row for block in range(len(sizes)) for row in range(m) if owner[row] == block]
+
+
+@pytest.mark.parametrize(("layout", "shape"), INTERLEAVED, ids=str)
+@pytest.mark.parametrize("optimizer", FAMILY)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_interleaved_blocks_step_like_contiguous_ones_bit_for_bit(
+    optimizer, dtype, layout: Layout, shape
+) -> None:
+    dim = -1 if layout.transposed else -2
+    order = torch.tensor(rows_by_block(layout, shape[dim]))
+    values = {
+        "view": layout.view,
+        "transposed": layout.transposed,
+        "blocks": layout.blocks,
+        "column_blocks": layout.column_blocks,
+    }
+    p = parameter(*shape, dtype=dtype)
+    q = nn.Parameter(p.detach().index_select(dim, order))
+    one = optimizer([{"params": [p], **values, "interleaved": layout.interleaved}], lr=0.02)
+    other = optimizer([{"params": [q], **values}], lr=0.02)
+    for t in range(6):
+        p.grad = noise(*shape, seed=t, dtype=dtype)
+        q.grad = p.grad.index_select(dim, order)
+        one.step()
+        other.step()
+    assert torch.equal(p.detach().index_select(dim, order), q.detach())
+
+
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    units=st.integers(2, 5),
+    bounds=st.tuples(st.integers(0, 80), st.integers(0, 80)),
+)
+def test_a_range_of_rows_holds_consecutive_rows_of_every_interleaved_block(
+    sizes, units, bounds
+) -> None:
+    m = units * sum(sizes)
+    layout = Layout(blocks=tuple(units * size for size in sizes), interleaved=units)
+    first, last = sorted(bound % (m + 1) for bound in bounds)
+    window = Slice2D((first, last), (0, 3), m, 3)
+    everything = Slice2D((0, m), (0, 3), m, 3)
+    whole = layout.cut(torch.arange(m).view(m, 1).expand(m, 3).contiguous(), everything)
+    part = layout.cut(torch.arange(first, last).view(-1, 1).expand(-1, 3).contiguous(), window)
+    for block, all_rows, rows in zip(layout.grid(m, 3), whole, part, strict=True):
+        start, stop = window.of_block(block).rows
+        assert torch.equal(all_rows[:, start:stop], rows)
 
 
 @given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6))

@@ -1,0 +1,203 @@
+"""From a model to an optimizer in one call, and what it shows of itself."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import angular_muown
+from angular_muown import AngularMuown, Engine, Muon, create, plan
+from angular_muown.optimizers import FAMILY as NAMES
+from tests.library.family import MEMBERS, WITH_RADII
+from tests.library.models import loss_of, tiny_lm
+
+BLOCKS = {"*.qkv.weight": 3}
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
+    for seed in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, seed).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("member", MEMBERS, ids=lambda m: m.__name__)
+def test_for_model_equals_plan_and_constructor_bit_for_bit(member) -> None:
+    a, b = tiny_lm(), tiny_lm()
+    one = member.for_model(a, 0.01, blocks=BLOCKS, aux_lr=0.003, momentum=0.9, average=0.1)
+    other = member(plan(b, blocks=BLOCKS, aux_lr=0.003), lr=0.01, momentum=0.9, average=0.1)
+    assert type(one) is member
+    for model, optimizer in ((a, one), (b, other)):
+        train(model, optimizer)
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+    assert [g["param_names"] for g in one.param_groups] == [
+        g["param_names"] for g in other.param_groups
+    ]
+
+
+@pytest.mark.parametrize("member", WITH_RADII[:3], ids=lambda m: m.__name__)
+def test_radius_lr_reaches_the_matrices(member) -> None:
+    optimizer = member.for_model(tiny_lm(), blocks=BLOCKS, radius_lr=0.005)
+    groups = [g for g in optimizer.param_groups if g["algorithm"] == "matrix"]
+    assert {g["radius_lr"] for g in groups} == {0.005}
+
+
+def test_for_model_rejects_what_is_neither_an_option_nor_an_argument_of_plan() -> None:
+    with pytest.raises(TypeError, match=r"'momentun'; did you mean 'momentum'\?"):
+        AngularMuown.for_model(tiny_lm(), momentun=0.9)
+
+
+def test_create_knows_every_member_by_name() -> None:
+    public = {getattr(angular_muown, name) for name in angular_muown.__all__}
+    members = {x for x in public if isinstance(x, type) and issubclass(x, Engine)} - {Engine}
+    assert set(NAMES.values()) == members
+    for name, member in NAMES.items():
+        optimizer = create(name, tiny_lm(), blocks=BLOCKS)
+        assert type(optimizer) is member
+        assert optimizer.defaults["lr"] == member.for_model(tiny_lm()).defaults["lr"]
+    with pytest.raises(ValueError, match="name='adam' is not an optimizer: choose one of angular"):
+        create("adam", tiny_lm())
+
+
+# --- what it shows ---
+
+
+def test_the_plan_of_an_optimizer_says_what_happens_to_each_parameter() -> None:
+    model = tiny_lm()
+    optimizer = AngularMuown.for_model(model, 0.02, blocks=BLOCKS, aux_lr=0.003)
+    table = optimizer.plan.table()
+    for name, _ in model.named_parameters():
+        assert name in table
+    text = str(optimizer.plan)
+    qkv = next(line for line in text.splitlines() if "qkv.weight" in line)
+    assert qkv.split()[:2] == ["layers.*.attn.qkv.weight", "x2"]
+    assert "3 x rows" in qkv
+    assert "0.02" in qkv
+    assert "lr 0.003" in text.splitlines()[-1]
+    assert "step=" not in text
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+def test_copies_keep_the_reasons_and_the_betas(copied) -> None:
+    optimizer = AngularMuown.for_model(tiny_lm(), blocks=BLOCKS, betas=(0.8, 0.9))
+    other = copied(optimizer)
+    assert str(other.plan) == str(optimizer.plan)
+    other.add_param_group({"params": [("more", nn.Parameter(torch.randn(4, 4)))]})
+    assert other.param_groups[-1]["betas"] == (0.8, 0.9)
+
+
+def test_an_optimizer_pickled_by_version_0_1_still_loads() -> None:
+    optimizer = AngularMuown.for_model(tiny_lm(), blocks=BLOCKS, betas=(0.8, 0.9))
+    state = optimizer.__getstate__()
+    old = {key: state[key] for key in ("defaults", "state", "param_groups", "process_group")}
+    old["defaults"] = {**old["defaults"], "betas": (0.8, 0.9)}
+    loaded = AngularMuown.__new__(AngularMuown)
+    loaded.__setstate__(old)
+    loaded.add_param_group({"params": [("more", nn.Parameter(torch.randn(4, 4)))]})
+    assert loaded.param_groups[-1]["betas"] == (0.8, 0.9)
+
+
+@pytest.mark.parametrize("member", MEMBERS, ids=lambda m: m.__name__)
+@pytest.mark.parametrize("options", [{}, {"state_dtype": "bfloat16"}, {"average": 0.1}], ids=str)
+def test_the_bytes_of_state_are_those_after_a_step(member, options) -> None:
+    model = tiny_lm()
+    optimizer = member.for_model(model, blocks=BLOCKS, **options)
+    predicted = sum(optimizer.plan.state_bytes.values())
+    train(model, optimizer, 1)
+    assert predicted == sum(x.nbytes for s in optimizer.state.values() for x in s.values())
+
+
+def test_repr_is_short_and_shows_what_differs_from_the_defaults() -> None:
+    text = repr(AngularMuown.for_model(tiny_lm(), 0.01, blocks=BLOCKS, decay_degree=0.0))
+    assert text.splitlines()[0] == "AngularMuown(lr=0.01, decay_degree=0.0)"
+    assert len(text.splitlines()) == 3
+
+
+# --- a torch.optim.Optimizer ---
+
+
+@pytest.mark.parametrize("option", ["fused", "foreach"])
+def test_fused_and_foreach_reach_the_adamw_groups(option) -> None:
+    model = tiny_lm()
+    optimizer = AngularMuown.for_model(model, blocks=BLOCKS, **{option: True})
+    assert all(group[option] is True for group in optimizer.param_groups)
+    train(model, optimizer)
+    plain = tiny_lm()
+    usual = AngularMuown.for_model(plain, blocks=BLOCKS)
+    assert option not in usual.param_groups[0]  # so that earlier checkpoints have the same keys
+    train(plain, usual)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_fused_and_foreach_together_are_rejected() -> None:
+    with pytest.raises(ValueError, match="fused=True with foreach=True"):
+        AngularMuown.for_model(tiny_lm(), blocks=BLOCKS, fused=True, foreach=True)
+
+
+@pytest.mark.parametrize("member", MEMBERS, ids=lambda m: m.__name__)
+def test_one_cycle_cycles_the_momentum(member) -> None:
+    optimizer = member.for_model(tiny_lm(), blocks=BLOCKS)
+    scheduler = lr_scheduler.OneCycleLR(
+        optimizer, 0.02, total_steps=10, base_momentum=0.8, max_momentum=0.9
+    )
+    momenta, betas = [], []
+    for _ in range(9):
+        momenta.append(optimizer.param_groups[0]["momentum"])
+        betas.append(optimizer.param_groups[0]["betas"])
+        optimizer.step()
+        scheduler.step()
+    assert min(momenta) == pytest.approx(0.8)
+    assert max(momenta) == pytest.approx(0.9)
+    assert set(betas) == {(0.9, 0.95)}
+
+
+# --- parameters without roles ---
+
+
+class BiasFreeLM(nn.Module):
+    def __init__(self, vocabulary: int = 1000, width: int = 128) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(vocabulary, width)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+        self.lm_head = nn.Linear(width, vocabulary, bias=False)
+
+
+def warnings_of(params) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Muon(params)
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        lambda m: m.parameters(),
+        lambda m: [{"params": list(m.parameters()), "weight_decay": 0.1}],  # as some trainers do
+        lambda m: [m.up.weight, m.lm_head.weight],
+        lambda m: BiasFreeLM(30, 64).named_parameters(),  # a small vocabulary, known by name
+    ],
+)
+def test_embeddings_among_the_matrices_warn_with_the_remedy(params) -> None:
+    (message,) = warnings_of(params(BiasFreeLM()))
+    assert "looks like an embedding or an output head" in message
+    assert "Muon.for_model(model)" in message
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        lambda m: [m.up.weight, m.down.weight],
+        lambda m: [nn.Parameter(torch.zeros(1024, 128)), m.up.weight, m.down.weight],  # gate, up
+        lambda m: [nn.Parameter(torch.zeros(1024, 16)), nn.Parameter(torch.zeros(16, 512))],  # LoRA
+        lambda m: [{"params": [m.lm_head.weight], "algorithm": "matrix"}],  # declared
+    ],
+)
+def test_hidden_matrices_do_not_warn(params) -> None:
+    assert warnings_of(params(BiasFreeLM())) == []
