@@ -64,11 +64,15 @@ def _latent_and_rope(attention: Any) -> Values:
     return {"blocks": (attention.kv_lora_rank, attention.qk_rope_head_dim)}
 
 
-def _key_and_value(attention: Any) -> Values:
+def _key_and_value(attribute: str) -> Callable[[Any], Values]:
     """Return the cut of its up projection: per head, the key's rows without rope, then v's."""
-    heads = attention.num_heads
-    key, value = heads * attention.qk_nope_head_dim, heads * attention.v_head_dim
-    return {"blocks": (key, value), "interleaved": heads}
+
+    def values(attention: Any) -> Values:
+        key, value = attention.qk_nope_head_dim, attention.v_head_dim
+        heads = _rows(getattr(attention, attribute)) // (key + value)
+        return {"blocks": (heads * key, heads * value), "interleaved": heads}
+
+    return values
 
 
 def _mamba2(mixer: Any) -> Values:
@@ -101,15 +105,18 @@ FUSED_LAYOUTS: dict[str, Entry] = {
     "ModernBertAttention.Wqkv": {"blocks": 3},
     "ModernBertMLP.Wi": {"blocks": 2},
     "DeepseekV3Attention.kv_a_proj_with_mqa": _latent_and_rope,
-    "DeepseekV3Attention.kv_b_proj": _key_and_value,
+    "DeepseekV3Attention.kv_b_proj": _key_and_value("kv_b_proj"),
     "MambaMixer.in_proj": {"blocks": 2},
     "MambaMixer.x_proj": _mamba_states,
     "Mamba2Mixer.in_proj": _mamba2,
+    # torchtitan
     "FusedQKVLinear.wqkv": _torchtitan,
-    "GroupedExperts.w1_EFD": {"view": "stack"},
-    "GroupedExperts.w2_EDF": {"view": "stack"},
-    "GroupedExperts.w3_EFD": {"view": "stack"},
-}
+    "Attention.wkv_a": _latent_and_rope,
+    "Attention.wkv_b": _key_and_value("wkv_b"),
+    "GptOssGroupedExperts.mlp1_weight_EGD": lambda experts: {
+        "view": "stack", "blocks": 2, "interleaved": experts.mlp1_weight_EGD.shape[1] // 2
+    },
+}  # fmt: skip
 
 
 def find_layout(
