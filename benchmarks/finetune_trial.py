@@ -156,7 +156,8 @@ class Session:
         generator = torch.Generator().manual_seed(job.seed)
         for adapter in self.adapters:
             adapter.reset(generator)
-        self.passes.clear()
+        if any(p.grad is not None for p in self.trained):
+            self.passes.clear()
         gc.collect()  # the last trial's optimizer
 
     def loss(self, tokens: Tokens, job: Job) -> float:
