@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from angular_muown import AngularMuown, Muown
-from angular_muown.integrations.torchtitan import angular_muown, fused_qkv
+from angular_muown import AngularMuown, Muown, plan
+from angular_muown.integrations.torchtitan import angular_muown
 from tests.integrations.scripts import EXAMPLES, assert_falls
+from tests.library.row_uses import attention_uses, block_of_rows
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +61,6 @@ def test_one_optimizer_holds_all_parameters_as_planned(llama: nn.Module) -> None
         "norm.weight": ("adamw", 1e-3),
         "lm_head.weight": ("adamw", 1e-3),
     }
-    blocks = {g["param_names"][0]: g["blocks"] for g in optimizer.param_groups if g["blocks"]}
-    assert blocks == fused_qkv(llama)
     assert all(group["warmup_steps"] == 7 for group in optimizer.param_groups)
 
 
@@ -70,34 +69,71 @@ def test_a_pipeline_stage_may_have_no_head(llama: nn.Module) -> None:
     assert sum(len(g["params"]) for g in container.optimizers[0].param_groups) == 7
 
 
-def test_fused_row_blocks_match_the_forward_pass(llama: nn.Module) -> None:
-    """All rows of a block end up in the same head of q, k or v."""
-    from torchtitan.models.common.attention import FusedQKVLinear
+def blocks_of(model: nn.Module, parameter: str) -> torch.Tensor:
+    """Return the number of each row's block in plan's cut."""
+    group = next(g for g in plan(model) for name, _ in g["params"] if name == parameter)
+    return torch.tensor(block_of_rows(group, model.get_parameter(parameter).shape[-2]))
 
-    module = llama.get_submodule("layers.0.attention.qkv_linear")
-    assert isinstance(module, FusedQKVLinear)
-    ((name, blocks),) = fused_qkv(llama).items()
-    assert llama.get_parameter(name) is module.wqkv.weight
-    block_numbers = [torch.full((size,), float(i)) for i, size in enumerate(blocks)]
-    width = module.wqkv.weight.shape[1]
-    with torch.no_grad():
-        module.wqkv.weight.copy_(torch.cat(block_numbers)[:, None].expand(-1, width) / width)
-        q, k, v = module(torch.ones(1, 1, width))
-    heads = len(blocks) // 3
-    for part, first in ((q, 0), (k, 1), (v, 2)):
-        expected = torch.arange(heads).mul(3).add(first).float()
-        outputs = part.reshape(heads, -1)
-        torch.testing.assert_close(outputs, expected[:, None].expand_as(outputs))
+
+def test_fused_row_blocks_match_the_forward_pass(llama: nn.Module) -> None:
+    """The blocks are q, k and v, whose rows alternate."""
+    path = "layers.0.attention.qkv_linear"
+    blocks = blocks_of(llama, f"{path}.wqkv.weight")
+    weight = llama.get_parameter(f"{path}.wqkv.weight")
+    for block in range(3):
+        with torch.no_grad():
+            weight.copy_((blocks == block)[:, None].expand_as(weight))
+            outputs = llama.get_submodule(path)(torch.ones(1, 1, weight.shape[1]))
+        values = [set(out.unique().tolist()) for out in outputs]
+        assert values == [{float(weight.shape[1]) if i == block else 0.0} for i in range(3)]
 
 
 @pytest.fixture(scope="module")
 def deepseek() -> nn.Module:
+    from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.deepseek_v3 import model_registry
 
     config = model_registry("debugmodel").model
     moe = next(layer for layer in config.layers if getattr(layer, "moe", None) is not None)
+    moe.attention.inner_attention = ScaledDotProductAttention.Config()
     config.layers = [moe]
     return config.build()
+
+
+@pytest.mark.parametrize(
+    ("layer", "uses"), [("wkv_a", ("value", "key")), ("wkv_b", ("key", "value"))]
+)
+def test_blocks_of_latent_attention_match_the_forward_pass(deepseek, layer, uses) -> None:
+    """The latent makes values (and keys), the rope rows keys alone."""
+    attention = deepseek.get_submodule("layers.0.attention").double()
+    for p in attention.parameters():
+        p.data.normal_(std=0.05)
+
+    def forward(tokens: torch.Tensor) -> None:
+        x = torch.randn(*tokens.shape, attention.dim, dtype=torch.float64)
+        attention(x, None)
+
+    measured = attention_uses(attention, attention.get_submodule(layer), forward)
+    blocks = blocks_of(deepseek, f"layers.0.attention.{layer}.weight").tolist()
+    assert measured == [uses[block] for block in blocks]
+
+
+def test_gate_and_up_of_gpt_oss_alternate() -> None:
+    """An expert whose weights are 0 outputs something if the bias of a gate row is not 0."""
+    from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
+
+    experts = GptOssGroupedExperts.Config(dim=16, hidden_dim=8, num_experts=2).build()
+    model = nn.ModuleDict({"experts": experts, "head": nn.Linear(16, 2)})
+    blocks = blocks_of(model, "experts.mlp1_weight_EGD")
+    for p in experts.parameters():
+        p.data.zero_()
+    experts.mlp2_weight_EDF.data.fill_(1.0)
+    x, first = torch.zeros(1, 16), torch.tensor([1, 0], dtype=torch.int32)
+    for row, block in enumerate(blocks):
+        experts.mlp1_bias_EG.data.zero_()[0, row] = 1.0
+        assert bool(experts(x, first).any()) == (block == 0), row
+    assigned = {name: group["algorithm"] for group in plan(model) for name, _ in group["params"]}
+    assert assigned["experts.mlp1_bias_EG"] == "adamw"
 
 
 @pytest.mark.parametrize("stacks", [None, "custom", ["custom", "*.inner_experts.w1*"]], ids=str)

@@ -6,23 +6,21 @@
         return config
 
 `plan` assigns the parameters instead of name patterns, so one optimizer holds all of them: hidden
-matrices by the matrix rule; embeddings, head, norms and biases by AdamW.
+matrices by the matrix rule; embeddings, head, norms and biases by AdamW. It knows torchtitan's
+fused projections and its experts (params/fused_layouts.py).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
-from torchtitan.models.common.attention import FusedQKVLinear
-from torchtitan.models.common.moe import GroupedExperts
 
 import angular_muown as family
 from angular_muown.params.plan import plan
+from angular_muown.params.wrappers import bare_parameters
 
 MEMBERS: dict[str, Callable[..., Optimizer]] = {
     kind.__name__: kind
@@ -64,51 +62,19 @@ class AngularMuownContainer(OptimizersContainer):
         self, model: nn.Module, param_group_configs: list[ParamGroupConfig], impl_kwargs: Any
     ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, list[str]]]:
         """Build groups from the plan. Overrides a static method that matches name patterns."""
-        has_head = any(name.startswith(f"{HEAD}.") for name, _ in model.named_parameters())
+        has_head = any(name.startswith(f"{HEAD}.") for name, _ in bare_parameters(model))
         values: dict[str, Any] = {"head": f"{HEAD}.*" if has_head else None, **self.plan}
-        values["blocks"] = {**fused_qkv(model), **values.get("blocks", {})}
-        values["stacks"] = with_experts(model, values.get("stacks", ()))
         groups: list[dict[str, Any]] = [
             {
                 **impl_kwargs,
                 **group,
                 "params": [p for _, p in group["params"]],
-                "param_names": [canonical_fqn(name) for name, _ in group["params"]],
+                "param_names": [name for name, _ in group["params"]],
             }
             for group in plan(model, **values)
         ]
         descriptions = [group["algorithm"] for group in groups]  # for the log
         return {self.member: groups}, {self.member: descriptions}
-
-
-def fused_qkv(model: nn.Module) -> dict[str, list[int]]:
-    """Return the row blocks of torchtitan's fused projections.
-
-    Their rows are q, k, v of one key head after another. Blocks are contiguous, so the query heads
-    that share a key head form one matrix.
-    """
-    blocks = {}
-    for name, module in model.named_modules():
-        if isinstance(module, FusedQKVLinear):
-            size = module.head_dim
-            period = [module.heads_per_kv * size, size, size]
-            rows = module.wqkv.weight.shape[0]
-            blocks[f"{name}.wqkv.weight"] = period * (rows // sum(period))
-    return blocks
-
-
-def with_experts(model: nn.Module, declared: str | Iterable[str]) -> list[str]:
-    """Return the declared stack patterns plus the names of all experts that they do not match."""
-    patterns = [declared] if isinstance(declared, str) else list(declared)
-    experts = [
-        name
-        for path, module in model.named_modules()
-        if isinstance(module, GroupedExperts)
-        for name, p in module.named_parameters(prefix=path)
-        if p.requires_grad
-    ]
-    matched = {name for name in experts for pattern in patterns if fnmatchcase(name, pattern)}
-    return [*patterns, *(name for name in experts if name not in matched)]
 
 
 def angular_muown(
@@ -124,10 +90,11 @@ def angular_muown(
 
     Args:
         lr: learning rate of the hidden matrices.
-        member, settings: class name of the optimizer and its arguments, such as warmup_steps.
-        aux_lr, aux_weight_decay: for AdamW's parameters, all but the hidden matrices; an aux_lr of
-            None is lr.
+        member: class name of the optimizer.
+        aux_lr: learning rate of AdamW, for all parameters but the hidden matrices; None is lr.
+        aux_weight_decay: weight decay of AdamW.
         plan: further arguments of `angular_muown.plan`, such as overrides.
+        **settings: arguments of the optimizer, such as warmup_steps.
     """
     return AngularMuownContainer.Config(
         member=member,

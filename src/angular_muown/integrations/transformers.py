@@ -94,7 +94,8 @@ def wsd_arguments(
         total_steps: number of optimizer steps; it becomes `max_steps`.
         lr: becomes `learning_rate`. The Trainer does not hand it to the optimizer of `planned`
             unless that gets the arguments.
-        warmup, cooldown: a fraction of total_steps (float below 1) or a number of steps (int).
+        warmup: a fraction of total_steps (float below 1) or a number of steps (int).
+        cooldown: likewise.
     """
     steps = check_lengths(total_steps, warmup=warmup, cooldown=cooldown)
     return {

@@ -2,8 +2,9 @@
 
 They cover float32, bfloat16 and float16 parameters, dense or sharded, on an NVIDIA GPU with
 Triton. Matrices must be row-major, with sides that are multiples of 16 and a short side of at least
-128, and every stage must be one that the kernels implement. The choice is automatic: both paths
-compute the same function.
+128, and every stage must be one that the kernels implement. Blocks whose rows alternate
+(`interleaved`) are copied and stepped eagerly. The choice is automatic: both paths compute the same
+function.
 """
 
 from collections.abc import Sequence

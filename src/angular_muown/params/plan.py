@@ -190,7 +190,8 @@ def plan(
         values["algorithm"] = role.algorithm
         group = groups.setdefault(repr(sorted(values.items())), {"params": [], **values})
         group["params"].append((name, p))
-    warn_if_fused(groups.values(), cuts["blocks"])
+    described = [name for name, role in roles.items() if "blocks" in role.values]
+    warn_if_fused(groups.values(), {*cuts["blocks"], *described})
     warn_if_one_row(groups.values(), declared)
     return Plan(groups.values(), {name: role.reason for name, role in roles.items()})
 

@@ -53,6 +53,7 @@ class Patterns:
 
 
 CONV1D = "transformers.pytorch_utils.Conv1D"  # GPT-2's linear layer: in x out
+TITAN_EXPERTS = "torchtitan.models.common.moe.GroupedExperts"
 FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel"
 # Flags by which transformers' expert modules declare their layout, which differs between models.
 EXPERT_LAYOUT = ("has_gate", "is_transposed", "is_concatenated")
@@ -66,6 +67,8 @@ def structure_of(
         size = getattr(parent, "split_size", None)  # the attention splits its outputs by it
         fused = isinstance(size, int) and module is getattr(parent, "c_attn", None)
         return {"transposed": True} | ({"blocks": p.shape[1] // size} if fused else {})
+    if p.ndim == 3 and is_a(module, TITAN_EXPERTS):
+        return {"view": "stack"}
     if p.ndim == 3 and is_experts(module):
         values: dict[str, Any] = {"view": "stack"}
         if module.is_transposed:
@@ -139,6 +142,7 @@ def find_roles(
         head: pattern(s) of the output head, "auto" or None.
         layouts: "ParentClass.attribute" -> group values, in addition to the known fused layouts.
     """
+    model = unwrap(model)
     _check_layouts(model, layouts or {})
     table = {**FUSED_LAYOUTS, **(layouts or {})}
     owners = _owners(model)
@@ -185,6 +189,7 @@ def hidden_matrices(model: nn.Module) -> dict[str, dict[str, Any]]:
 
     A parameter whose role is unknown counts as one.
     """
+    model = unwrap(model)
     named = bare_parameters(model)
     owners = _owners(model)
     heads = _find_heads(model, named, owners, Patterns(name for name, _ in named), "auto")
@@ -228,7 +233,7 @@ def _find_heads(
     if head != "auto":
         globs = [head] if isinstance(head, str) else list(head)
         return {name for pattern in globs for name in patterns.matching("head", pattern)}
-    reported = getattr(unwrap(model), "get_output_embeddings", lambda: None)()
+    reported = getattr(model, "get_output_embeddings", lambda: None)()
     weights = set(reported.parameters()) if isinstance(reported, nn.Module) else set()
     return {
         name
@@ -275,7 +280,7 @@ def _reason_for_adamw(owner: Owner, p: Tensor) -> str | None:
         return "norm"
     if attribute in ("bias_k", "bias_v"):
         return "bias"
-    if is_experts(module) and p.ndim == 2:
+    if p.ndim == 2 and (is_experts(module) or is_a(module, TITAN_EXPERTS)):
         return "vectors of experts"
     if _is_router(owner):
         return "router"

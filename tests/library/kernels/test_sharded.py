@@ -243,6 +243,17 @@ def test_another_wire_dtype_leaves_the_kernels() -> None:
         assert coverage.covers_shards(p, windows, Layout(), group) == (wire_dtype is None)
 
 
+def test_interleaved_blocks_leave_the_kernels() -> None:
+    """The rows of a matrix have no common stride."""
+    windows = [Slice2D((0, 128), (0, 128), 256, 128), Slice2D((128, 256), (0, 128), 256, 128)]
+    p = nn.Parameter(torch.ones(256, 128))
+    group = AngularMuown([p]).param_groups[0]
+    for units in (1, 2):
+        layout = Layout(blocks=2, interleaved=units)
+        assert coverage.covers_shards(p, windows, layout, group) == (units == 1)
+        assert coverage.fits(p.shape, layout) == (units == 1)
+
+
 def step_copies_alone() -> bool:
     """Step plain copies where sharing does not pay; True if nothing was exchanged."""
     interpret(shares=False)

@@ -198,10 +198,13 @@ def get_angular_muown_optimizer(
 
     Args:
         config: an OptimizerConfig; AngularMuown also uses its lr, weight_decay, betas and eps.
+        model_chunks: the parts of the model on this rank, as in `get_megatron_optimizer`.
+        config_overrides: Megatron's settings for some parameters, as in `get_megatron_optimizer`.
         aux_lr: learning rate of Adam, for all parameters but the hidden matrices; None is
             config.lr.
-        settings: arguments of AngularMuown, such as warmup_steps.
-        others: as in `get_megatron_optimizer`.
+        use_gloo_process_groups: as in `get_megatron_optimizer`.
+        pg_collection: Megatron's process groups; None takes the global ones.
+        **settings: arguments of AngularMuown, such as warmup_steps.
     """
     from megatron.core import optimizer as mcore
     from megatron.core.process_groups_config import ProcessGroupCollection
