@@ -4,7 +4,6 @@ Letters in the equations: W weight (m x n), G its gradient, M momentum with deca
 factor, s = s(m, n) the scale of a shape; g row lengths, U unit rows, r_i = <G_i, U_i>.
 """
 
-import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
 from functools import partial
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from angular_muown.docstrings import documented
 from angular_muown.engine import Engine
 from angular_muown.params.options import COMMON_DEFAULTS, CommonOptions, Group
+from angular_muown.params.plan import PLAN_ARGUMENTS
 from angular_muown.schedules import DoubleDecay, angle_degrees, inverse_polynomial
 from angular_muown.stages.charts import Flat, GainedSphere, Oblique, Sphere, WeightNorm
 from angular_muown.stages.normalize import UnitNorm
@@ -22,6 +22,7 @@ from angular_muown.stages.radius import Gains
 from angular_muown.stages.scale import none
 from angular_muown.stages.tangent import TANGENT, Constrained, Free
 from angular_muown.update import Recipe, normalize_of, polar_of, radius_of, scale_of
+from angular_muown.warn import warn
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -30,7 +31,7 @@ def _defaults(member: Engine, options: CommonOptions, **own: Any) -> dict[str, A
     """Merge a member's own values with the shared options; refuse names that are neither."""
     for name in options:
         if name not in COMMON_DEFAULTS:
-            close = get_close_matches(name, [*own, *COMMON_DEFAULTS], n=1)
+            close = get_close_matches(name, [*own, *COMMON_DEFAULTS, *PLAN_ARGUMENTS], n=1)
             raise TypeError(
                 f"{type(member).__name__}() got an unexpected keyword argument {name!r}"
                 + "".join(f"; did you mean {one!r}?" for one in close)
@@ -130,8 +131,8 @@ class AngularMuown(Engine):
 
     def _check_schedule(self) -> None:
         """Warn once if lr falls over most of the run while kappa falls, too."""
-        falling = (g for g in self.param_groups if g["algorithm"] == "matrix" and g["decay_degree"])
-        group = next(falling, None)
+        groups = [g for g in self.param_groups if g["algorithm"] == "matrix" and g["decay_degree"]]
+        group = max(groups, key=lambda g: g["base_lr"], default=None)
         if group is None or isinstance(group["step"], Tensor) or isinstance(group["lr"], Tensor):
             return  # reading a tensor would wait for the device
         if self._double_decay is None:
@@ -142,12 +143,11 @@ class AngularMuown(Engine):
             *(step, group["warmup_steps"], group["decay_scale"], group["decay_degree"]),
         )
         if self._double_decay.notice(group["lr"], group["base_lr"], step, kappa):
-            warnings.warn(
+            warn(
                 f"lr has fallen to {group['lr']:.3g} over most of the run while kappa fell to "
                 f"{kappa():.3g}, so the angle of a step decays twice. Use wsd_schedule, which "
                 "keeps lr constant for most of the run, or switch kappa off by decay_degree=0, as "
-                "cosine_schedule and linear_schedule do, or tune lr for both: it has to be higher",
-                stacklevel=6,
+                "cosine_schedule and linear_schedule do, or tune lr for both: it has to be higher"
             )
 
     def recipe(self, group: Group) -> Recipe:
