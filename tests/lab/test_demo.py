@@ -22,7 +22,7 @@ def test_kappa_falls_to_a_fifth_whatever_the_number_of_steps(steps: int | None) 
     assert spec.optim.name == OURS
     optimizer = make_optimizer(make_model(spec, start_ranks("cpu")), spec)
     assert isinstance(optimizer, AngularMuown)
-    group = next(group for group in optimizer.param_groups if group["use_muon"])
+    group = next(group for group in optimizer.param_groups if group["algorithm"] == "matrix")
     past = spec.steps - group["warmup_steps"]
     kappa = (1 + group["decay_scale"] * past) ** -group["decay_degree"]
     assert 0.16 < kappa < 0.24
