@@ -98,7 +98,10 @@ def test_the_changelog_begins_with_this_version() -> None:
     ("python", "message"),
     [
         (None, "missing-python not found: install Python 3.11 or later"),
-        ('[ "$1" = --version ] && echo "Python 3.9.2"', "Python 3.9.2, and 3.11 or later is needed"),
+        (
+            '[ "$1" = --version ] && echo "Python 3.9.2"',
+            "Python 3.9.2, and 3.11 or later is needed",
+        ),
         ('case "$*" in *ensurepip*) exit 1;; esac', "install its venv package"),
     ],
 )
