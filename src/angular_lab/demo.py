@@ -69,6 +69,7 @@ def run_demo(out: Path, steps: int | None = None) -> Path:
     print(f"\nbefore training:\n{before!r}\n\nafter training with {OURS}:\n{after}\n")
     texts = [("A sample before training", before), (f"... and after training with {OURS}", after)]
     page = write_report(folders, out, "Four optimizers on Python's standard library", texts, notes)
+    print(f"The curves: {out / 'curves.svg'}. The report about all four runs:")
     if sys.stdout.isatty():
         webbrowser.open(page.resolve().as_uri())
     return page
@@ -78,7 +79,8 @@ def _say_what_comes(specs: Sequence[Spec]) -> None:
     spec = specs[0]
     log.info(
         "Training a transformer of %d layers, width %d, on the source code of Python's standard "
-        "library: %d optimizers, %d steps each, about a minute each on one CPU core.",
+        "library: %d optimizers, %d steps each, about a minute each on one CPU core. The first run "
+        "also prepares the text.",
         spec.model.layers, spec.model.width, len(specs), spec.steps,
     )  # fmt: skip
 
