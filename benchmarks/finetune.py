@@ -21,14 +21,14 @@ import platform
 import sys
 from collections.abc import Callable
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
-from finetune_trial import METHODS, RANK, Job, Method, Settings, Trial, describe_base, run_trial
+from finetune_trial import METHODS, RANK, Job, Settings, Trial, describe_base, run_trial
 
 from angular_lab.data.corpus import stdlib_documents
 from angular_lab.data.prepare import prepare
@@ -78,23 +78,13 @@ class Study:
         self.write()
         return done
 
-    def method(self, name: str) -> Method:
-        """Return the method; with --finer, it starts at an earlier best and has smaller steps."""
-        method, before = METHODS[name], self.arguments.finer
-        if before is None:
-            return method
-        rows = json.loads(before.read_text())["summary"]
-        start = next(row["settings"] for row in rows if row["method"] == name)
-        factors = {axis: math.sqrt(factor) for axis, factor in method.factors.items()}
-        return replace(method, start=start, factors=factors)
-
     def write(self) -> None:
         content = self.content | {"summary": summary(self.trials), "trials": self.trials}
         write_atomically(self.arguments.json, json.dumps(content, indent=1) + "\n")
 
     def search(self, name: str) -> None:
         """Choose the settings on the first seed, then run the others."""
-        method, first, *others = self.method(name), *self.arguments.seeds
+        method, first, *others = METHODS[name], *self.arguments.seeds
         known: dict[tuple[float, ...], Trial] = {}
 
         def losses(wanted: list[Settings]) -> list[float]:
@@ -226,7 +216,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=RANK, help="of the adapters")
     parser.add_argument("--eval-tokens", type=int, default=2**19)
     parser.add_argument("--extend", type=int, default=EXTENSIONS, help="values beyond an edge")
-    parser.add_argument("--finer", type=Path, help="start at the best of this file, smaller steps")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--device", default="")
     parser.add_argument("--json", type=Path, required=True)
