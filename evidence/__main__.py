@@ -2,7 +2,7 @@
 
 import shutil
 
-from evidence import documents, facts
+from evidence import documents, facts, headline
 from evidence.kept import ROOT, Kept
 
 BUILD = ROOT / "build" / "evidence"
@@ -12,7 +12,7 @@ def main() -> None:
     shutil.rmtree(BUILD, ignore_errors=True)
     kept = Kept.unpacked(BUILD)
     computed = facts.compute(kept)
-    tables = facts.tables(kept, computed)
+    tables = facts.tables(kept)
     names: set[str] = set()
     for path in documents.DOCUMENTS:
         text = path.read_text()
@@ -22,6 +22,7 @@ def main() -> None:
         except ValueError as error:
             raise SystemExit(f"{path.relative_to(ROOT)}: {error}") from None
     facts.write(computed, names)
+    (BUILD / "figures" / headline.FIGURE).write_text(headline.Headline(kept).figure())
     for name in documents.figures():
         shutil.copy(BUILD / "figures" / name, documents.FIGURES / name)
     print(f"{facts.FILE}: {len(names)} facts\n{BUILD / 'index.html'}: all runs")

@@ -10,7 +10,6 @@ from evidence.kept import OURS, Kept
 from evidence.measures import (
     COOLDOWN,
     EARLY,
-    HALF,
     LATE,
     BySeed,
     Facts,
@@ -61,13 +60,12 @@ def _aux_lr(sweep: SweepResults, teaser: Comparison) -> Facts:
 
 def _tuned_adamw(sweep: SweepResults, teaser: Comparison) -> Facts:
     """The same for AdamW at 90M tokens, against AngularMuown as it was run again for it."""
-    tuned, by_value = sweep.finals("adamw", LATE), grid(sweep, "adamw")
+    tuned = sweep.finals("adamw", LATE)
     return {
         "loss": summary(tuned),
         "gain": lead(tuned, teaser.at("adamw", "90M")),
         "lead": lead(sweep.finals(OURS, LATE), tuned),
         "speed_up": speed_up(teaser.curves, tuned),
-        "four_times_behind": by_value[0.008] - by_value[0.016],
         "eight_times_is_best": sweep.best["adamw"].lr == 8 * teaser.best["adamw"],
     }
 
@@ -185,10 +183,6 @@ def _average(sweep: SweepResults) -> Facts:
     methods = (OURS, "normuon", "adamw")
     tenth, fifth, two_fifths = (sweep.evaluated_by(window) for window in (0.1, 0.2, 0.4))
     weights, averages = ({n: x.finals(n, LATE) for n in methods} for x in (sweep, tenth))
-    early = {
-        window: lead(*(x.finals(name, HALF) for name in (OURS, "normuon")))
-        for window, x in {"0.1": tenth, "0.2": fifth}.items()
-    }
     gain = {n: {s: x - averages[n][s] for s, x in weights[n].items()} for n in methods}
     trunks = [trial.trunk for trial in sweep.at_best(OURS).values() if trial.trunk]
     worse = two_fifths.finals(OURS, LATE)
@@ -197,7 +191,6 @@ def _average(sweep: SweepResults) -> Facts:
         "goal_reached": min(gain[OURS].values()) >= 0.01,
         "loss": summary(averages[OURS]),
         "lead": {n: lead(averages[OURS], averages[n]) for n in methods[1:]},
-        "lead_45M": early,
         "speed_up": {n: speed_up(curves(tenth, OURS), averages[n]) for n in methods[1:]},
         "fifth_behind": fmean(fifth.finals(OURS, LATE).values()) - fmean(averages[OURS].values()),
         "two_fifths_worse_than_none": all(worse[s] > x for s, x in weights[OURS].items()),

@@ -17,7 +17,7 @@ from typing import Any
 from evidence.kept import RESULTS, ROOT, Rows
 from evidence.measures import Facts
 
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), RESULTS / "README.md"]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), RESULTS / "README.md"]
 FIGURES = ROOT / "docs" / "figures" / "evidence"
 WORDS = [
     *("zero", "one", "two", "three", "four", "five", "six"),

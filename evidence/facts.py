@@ -5,9 +5,21 @@ from collections.abc import Iterable
 from math import floor
 from typing import Any
 
-from evidence import ablations, comparison, concurrent, one_pass, ranks, repeated, speed
+from evidence import (
+    ablations,
+    comparison,
+    concurrent,
+    headline,
+    memory,
+    one_pass,
+    ranks,
+    repeated,
+    speed,
+    verdicts,
+)
 from evidence.kept import OURS, RESULTS, Kept, Rows, read_json
 from evidence.measures import Facts, spread
+from evidence.titles import titled
 
 FILE = RESULTS / "facts.json"
 HEADER = "The numbers that README.md, docs/ and results/README.md quote. `make evidence` writes it."
@@ -58,48 +70,32 @@ def write(facts: Facts, names: Iterable[str]) -> None:
     FILE.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def tables(kept: Kept, facts: Facts) -> dict[str, Rows]:
+def tables(kept: Kept) -> dict[str, Rows]:
     """Return the report's tables and those that are made here, by name."""
-    once = one_pass.OnePass(kept)
-    return kept.tables | {
-        "readme": _readme(facts),
-        "one-pass-validation": once.table("validation"),
-        "one-pass-training": once.table("training"),
-        "provenance": repeated.provenance(kept),
-        "step-times": speed.step_times(),
-        "step-memory": speed.step_memory(),
-        "throughput": speed.throughput(),
-        "throughput-of-optimizers": speed.throughput_of_optimizers(),
-        "orthogonalize": speed.orthogonalize(),
-        "spectra": speed.spectra(),
-        "strong-scaling": ranks.strong_scaling(),
-        "weak-scaling": ranks.weak_scaling(),
-        "placements": ranks.placements(),
+    once, main = one_pass.OnePass(kept), headline.Headline(kept)
+    report = {
+        name: table if name.startswith("theory/") else titled(table)
+        for name, table in kept.tables.items()
     }
-
-
-def _readme(facts: Facts) -> Rows:
-    """All methods at 90M tokens on the two seeds that judge, the lowest first."""
-    ours = [facts[f"teaser.{OURS}.loss.90M.seed{seed}"] for seed in (1, 2)]
-    names = {
-        "concurrent.magnitude_direction": "MagnitudeDirection, with its own schedule",
-        "teaser.normuon": "NorMuon",
-        "teaser.muown": "Muown",
-        "teaser.muon": "Muon",
-        "concurrent.hyperball": "Hyperball",
-        "tuned_adamw": "AdamW, eight times its learning rate for embeddings, head and norms",
-        "teaser.adamw": "AdamW",
-    }
-    rows = [(ours, ["AngularMuown", *(f"{x:.4f}" for x in ours), "", ""])]
-    for name, title in names.items():
-        at = ".90M" if name.startswith("teaser") else ""
-        losses = [facts[f"{name}.loss{at}.seed{seed}"] for seed in (1, 2)]
-        mean, low, high = (facts[f"{name}.lead{at}.{x}"] for x in ("mean", "low", "high"))
-        above = f"{mean:.3f} ({low:.3f} to {high:.3f})"
-        times = "below 1"  # AngularMuown does not reach that loss
-        if f"{name}.speed_up.mean" in facts:
-            mean, low, high = (facts[f"{name}.speed_up.{x}"] for x in ("mean", "low", "high"))
-            times = f"{mean:.2f} ({low:.2f} to {high:.2f})"
-        rows.append((losses, [title, *(f"{x:.4f}" for x in losses), above, times]))
-    head = ["", "seed 1", "seed 2", "above AngularMuown", "speed-up in tokens"]
-    return [head, *(row for _, row in sorted(rows, key=lambda row: sum(row[0])))]
+    return (
+        report
+        | verdicts.tables(kept)
+        | {
+            "results": main.table(),
+            "schedules-and-kappa": once.schedules_and_kappa(),
+            "state-bytes": memory.table(),
+            "side-by-side": speed.side_by_side(),
+            "one-pass-validation": titled(once.table("validation")),
+            "one-pass-training": titled(once.table("training")),
+            "provenance": repeated.provenance(kept),
+            "step-times": speed.step_times(),
+            "step-memory": speed.step_memory(),
+            "throughput": speed.throughput(),
+            "throughput-of-optimizers": titled(speed.throughput_of_optimizers()),
+            "orthogonalize": speed.orthogonalize(),
+            "spectra": speed.spectra(),
+            "strong-scaling": ranks.strong_scaling(),
+            "weak-scaling": ranks.weak_scaling(),
+            "placements": ranks.placements(),
+        }
+    )

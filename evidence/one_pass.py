@@ -48,6 +48,9 @@ class OnePass:
             self.loss[m][s] = self.sweep.finals(arm, horizon)[0]
             self.training[m][s] = training_losses(self.sweep, arm, horizon)[0]
 
+    def best_lr(self, method: str, schedule: str) -> float:
+        return self.sweep.best[self.arms[method, schedule]].lr
+
     def table(self, title: str) -> Rows:
         """Return the validation losses with their learning rates, or the training losses; the
         best schedule of a method in bold, † for a learning rate at the edge of its grid."""
@@ -57,12 +60,29 @@ class OnePass:
                 return "-"
             arm = self.arms[m, s]
             edge = " †" if self.sweep.at_edge(arm) else ""
-            text = f"{self.loss[m][s]:.4f} at {self.sweep.best[arm].lr:.4g}{edge}"
+            text = f"{self.loss[m][s]:.4f} at {self.best_lr(m, s):.4g}{edge}"
             text = f"{self.training[m][s]:.4f}" if title == "training" else text
             return f"**{text}**" if self.loss[m][s] == min(self.loss[m].values()) else text
 
         rows = ([method, *(cell(m, s) for s in SCHEDULES)] for m, method in METHODS.items())
         return [[title, *SCHEDULES.values()], *rows]
+
+    def schedules_and_kappa(self) -> Rows:
+        """Return AngularMuown's losses by learning rate, with κ and without."""
+        kinds = {"ours": "falls", "flat_kappa": "1"}
+        arms = {(s, m): self.arms[m, s] for s in SCHEDULES for m in kinds}
+        grids = {key: grid(self.sweep, arm) for key, arm in arms.items()}
+        rates = sorted({rate for losses in grids.values() for rate in losses})
+
+        def cell(losses: dict[float, float], rate: float) -> str:
+            text = f"{losses[rate]:.4f}" if rate in losses else "-"
+            return f"**{text}**" if losses.get(rate) == min(losses.values()) else text
+
+        rows = [
+            [SCHEDULES[s], kinds[m], *(cell(losses, rate) for rate in rates)]
+            for (s, m), losses in grids.items()
+        ]
+        return [["schedule", "κ", *(f"lr {rate:g}" for rate in rates)], *rows]
 
 
 def facts(kept: Kept) -> Facts:
@@ -83,12 +103,8 @@ def facts(kept: Kept) -> Facts:
             "decay_gain": {s: loss["normuon"][s] - loss["normuon_decay"][s] for s in SCHEDULES},
             "hyperball_20%": sweep.best[_arm(*UNFINISHED)].loss,
             "hyperball_below_adamw": least["adamw"] - least["hyperball"],
-            "highest_lr": {
-                f"{m}_{s}": list(grid(sweep, _arm(m, s)).values())[-1]
-                for m in ("normuon", "normuon_decay")
-                for s in ("20%", "linear")
-            },
             **_grids(one_pass),
+            **_kappa(one_pass),
             **_claims(one_pass, least),
         },
         "one_pass_long": _whole(whole),
@@ -118,6 +134,21 @@ def _grids(one_pass: OnePass) -> Facts:
         "edges_are_muowns_adamws_and_hyperballs": set(gains)
         == {"muown_linear", "muown_20%", "adamw_20%", "hyperball_linear", "hyperball_50%"},
         "adamw_edge_is_flat": 0 < gains["adamw_20%"] < 1e-4,
+    }
+
+
+def _kappa(one_pass: OnePass) -> Facts:
+    """A falling κ against κ = 1, each at its best learning rate and both at one."""
+    methods = "ours", "flat_kappa"
+    falling, flat = ([one_pass.best_lr(m, s) for s in SCHEDULES] for m in methods)
+    at_flat_best = [grid(one_pass.sweep, one_pass.arms[m, "linear"])[flat[-1]] for m in methods]
+    return {
+        "kappa_gain": {
+            s: one_pass.loss["flat_kappa"][s] - one_pass.loss["ours"][s] for s in SCHEDULES
+        },
+        f"flat_kappa_gain_at_{flat[-1]:g}": at_flat_best[0] - at_flat_best[1],
+        "flat_kappa_needs_a_lower_lr": all(a < b for a, b in zip(flat, falling, strict=True)),
+        "longer_falls_allow_higher_lr": falling == sorted(falling) and flat == sorted(flat),
     }
 
 
@@ -177,7 +208,6 @@ def _whole(sweep: SweepResults) -> Facts:
         "seeds_apart": {key: x["max"] - x["min"] for key, x in apart.items()},
         "inconclusive": outcome(ours, other) == "inconclusive"
         and gap["mean"] < min(0.005, apart["linear"]["max"] - apart["linear"]["min"]),
-        "cooldown_50%_gain": seed_0["linear"] - seed_0["cooldown_50%"],
         "cooldown_50%_lowest": min(sweep.trials, key=loss).arm == arms["cooldown_50%"],
         "only_two_methods_are_judged": {*at["cooldown_50%"], *at["muon"]} == {0},
     }

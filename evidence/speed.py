@@ -1,6 +1,6 @@
 """Kept benchmarks of one GPU: steps, training throughput, products of the polar factor."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import product
 from math import ceil
 from typing import Any
@@ -103,6 +103,26 @@ def step_times() -> Rows:
         ["floor without the Gram form, same run", *floors],
         ["goal", *map(str, GOALS.values())],
     ]
+
+
+def side_by_side() -> Rows:
+    """One run of ours and of other packages, and below it what our benchmark's kept runs say."""
+    measured = _file("side_by_side")["ms per step, lowest and highest"]
+    rows = [
+        [x["optimizer"], x["code"], *(_span(x[s]) if x[s] else "no 3D" for s in DIGITS)]
+        for x in measured
+    ]
+    runs = [_run(name) for name in FILES]
+    for name in ("AngularMuown", "NorMuon", "torch.optim.Muon"):
+        times = ([run[s][name]["ms"] for run in runs if "ms" in run[s][name]] for s in DIGITS)
+        cells = [_span((min(x), max(x))) if x else "no 3D" for x in times]
+        rows.append([f"{name}, our benchmark", "kept runs", *cells])
+    return [["ms per step", "code", *DIGITS], *rows]
+
+
+def _span(ends: Sequence[float]) -> str:
+    low, high = (f"{x:.1f}" for x in ends)
+    return low if low == high else f"{low} to {high}"
 
 
 def step_memory() -> Rows:

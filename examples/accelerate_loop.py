@@ -11,11 +11,10 @@ import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from made_up import Windows
 from torch.distributed.tensor import DTensor
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from angular_muown import AngularMuown, plan, wsd
+from angular_muown import AngularMuown, wsd_schedule
 
 ACCUMULATE = 2
 
@@ -49,9 +48,9 @@ def main(
 ) -> tuple[list[float], torch.nn.Module]:
     """The losses of all steps after the one that was resumed, and the model."""
     accelerator = start(fsdp2)
-    model, warmup = build(), steps // 10
-    optimizer = AngularMuown(plan(model, aux_lr=5e-3), lr=0.02, warmup_steps=warmup)
-    scheduler = LambdaLR(optimizer, lambda t: wsd(t, steps, warmup, decay_steps=steps // 5))
+    model = build()
+    optimizer = AngularMuown.for_model(model, lr=0.02, decay_scale=5 / steps)
+    scheduler = wsd_schedule(optimizer, steps, warmup=0.1)
     size = 16 // ACCUMULATE // accelerator.num_processes
     data = DataLoader(Windows(32, steps * 32), batch_size=size, drop_last=True)
     model, optimizer, data, scheduler = accelerator.prepare(model, optimizer, data, scheduler)

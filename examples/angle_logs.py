@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from angular_muown import AngularMuown, plan
+from angular_muown import AngularMuown, wsd_schedule
 from angular_muown.integrations.loggers import log_angles
 
 
@@ -41,7 +41,8 @@ def main(out: Path, to: str = "tensorboard", steps: int = 60) -> list[float]:
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
     head = nn.Linear(64, 1)
     network = nn.ModuleDict({"body": model, "head": head})
-    optimizer = AngularMuown(plan(network), lr=0.02, warmup_steps=10, decay_scale=0.05)
+    optimizer = AngularMuown.for_model(network, lr=0.02, decay_scale=5 / steps)
+    scheduler = wsd_schedule(optimizer, steps, warmup=10)
     writer = open_writer(to, out)
     log_angles(network, optimizer, writer, every=10)  # the one line
     losses = []
@@ -50,6 +51,7 @@ def main(out: Path, to: str = "tensorboard", steps: int = 60) -> list[float]:
         loss = (head(model(x)).squeeze(-1) - x[:, 0] * x[:, 1]).square().mean()
         loss.backward()
         optimizer.step()
+        scheduler.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     (writer.close if to == "tensorboard" else writer.finish)()

@@ -41,11 +41,23 @@ def loss(network: Network, params: Any, tokens: jax.Array, answers: jax.Array) -
     return optax.softmax_cross_entropy_with_integer_labels(logits, answers).mean()
 
 
+def wsd(peak: float, steps: int) -> tuple[optax.Schedule, int]:
+    """Return a schedule of warm-up, constant and cooldown, and the steps of its warm-up."""
+    warmup, cooldown = steps // 10, steps // 5
+    parts = [
+        optax.linear_schedule(peak / (warmup + 1), peak, warmup),
+        optax.constant_schedule(peak),
+        optax.linear_schedule(peak, 0.0, cooldown),
+    ]
+    return optax.join_schedules(parts, [warmup, steps - cooldown]), warmup
+
+
 def main(out: Path, steps: int = 60) -> dict[str, Any]:
     network = Network()
     params = network.init(jax.random.key(0), batch(0)[0])
+    schedule, warmup = wsd(0.02, steps)
     optimizer = with_adamw(
-        0.02, partial(label, rules=RULES), aux_learning_rate=2e-3, warmup_steps=steps // 10
+        schedule, partial(label, rules=RULES), warmup_steps=warmup, decay_scale=5 / steps
     )
 
     @jax.jit

@@ -18,8 +18,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from angular_muown import plan
-from angular_muown.integrations.transformers import planned, wsd_arguments
+from angular_muown import AngularMuown, wsd_schedule
 
 SHAPE = {
     "vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
@@ -41,11 +40,17 @@ def main(
     out: str | None = None,
     resume: str | None = None,
     model: PreTrainedModel | None = None,
+    lr: float = 0.02,
+    aux_lr: float | None = None,
 ) -> Trainer:
-    warmup = steps // 10
+    """Train from scratch, or a given model: then pass aux_lr, the learning rate of AdamW."""
+    model = model or build(name)
+    optimizer = AngularMuown.for_model(model, lr=lr, aux_lr=aux_lr, decay_scale=5 / steps)
+    scheduler = wsd_schedule(optimizer, steps, warmup=0.1)
     arguments = TrainingArguments(
         out or tempfile.mkdtemp(),
-        **wsd_arguments(steps, warmup_steps=warmup, decay_steps=steps // 5),
+        max_steps=steps,
+        learning_rate=lr,  # for the log: the Trainer does not use it when it gets an optimizer
         per_device_train_batch_size=8,
         gradient_accumulation_steps=2,
         save_steps=steps // 2,
@@ -56,10 +61,7 @@ def main(
         dataloader_pin_memory=False,
     )
     trainer = Trainer(
-        model or build(name),
-        arguments,
-        train_dataset=Windows(32),
-        optimizer_cls_and_kwargs=planned(lr=0.02, aux_lr=5e-3, warmup_steps=warmup),
+        model, arguments, train_dataset=Windows(32), optimizers=(optimizer, scheduler)
     )
     trainer.train(resume_from_checkpoint=resume)
     return trainer
@@ -70,7 +72,7 @@ if __name__ == "__main__":
     parser.add_argument("--model", choices=("llama", "qwen2"), default="qwen2")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--out", help="folder of the checkpoints; a temporary one if not given")
-    parser.add_argument("--resume", help="a checkpoint folder to go on from")
+    parser.add_argument("--resume", help="a checkpoint folder to continue from")
     given = parser.parse_args()
-    print(plan(build(given.model)))
+    print(AngularMuown.for_model(build(given.model)).plan)
     main(given.model, given.steps, given.out, given.resume)

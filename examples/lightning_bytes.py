@@ -7,7 +7,6 @@ Each trains two epochs at once, and the second one again from the checkpoint aft
 """
 
 import argparse
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,13 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, TensorDataset
 
-from angular_muown import AngularMuown, plan, wsd
+from angular_muown import AngularMuown, wsd_schedule
 from angular_muown.integrations.lightning import AngleMonitorCallback, per_step
 
-CONTEXT, EPOCHS, WARMUP = 8, 2, 4
+CONTEXT, EPOCHS = 8, 2
 
 
 class Network(nn.Module):
@@ -45,12 +45,9 @@ def batches() -> DataLoader[Any]:
     return DataLoader(TensorDataset(windows[:, :-1], windows[:, -1]), batch_size=64)
 
 
-def make_optimizer(network: nn.Module) -> AngularMuown:
-    return AngularMuown(plan(network, aux_lr=4e-3), lr=0.03, warmup_steps=WARMUP)
-
-
-def factor(steps: int) -> Any:
-    return partial(wsd, total_steps=steps, warmup_steps=WARMUP, decay_steps=steps // 4)
+def make_optimizer(network: nn.Module, steps: int) -> tuple[AngularMuown, LRScheduler]:
+    optimizer = AngularMuown.for_model(network, lr=0.03, decay_scale=5 / steps)
+    return optimizer, wsd_schedule(optimizer, steps, warmup=0.1)
 
 
 class Module(LightningModule):
@@ -66,7 +63,7 @@ class Module(LightningModule):
 
     def configure_optimizers(self) -> Any:
         steps = int(self.trainer.estimated_stepping_batches)
-        return per_step(make_optimizer(self.network), factor(steps))
+        return per_step(*make_optimizer(self.network, steps))
 
 
 def with_trainer(out: Path, resume: Path | None = None) -> Module:
@@ -89,8 +86,7 @@ def with_fabric(out: Path, resume: Path | None = None) -> tuple[nn.Module, list[
     fabric.seed_everything(0, verbose=False)
     bare = Network()
     loader = batches()
-    optimizer = make_optimizer(bare)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor(EPOCHS * len(loader)))
+    optimizer, scheduler = make_optimizer(bare, EPOCHS * len(loader))
     network, wrapped = fabric.setup(bare, optimizer)
     state = {"network": network, "optimizer": wrapped, "scheduler": scheduler, "epoch": 0}
     if resume is not None:

@@ -22,6 +22,7 @@ import torch
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29555"}
 LENGTH, BATCH, VOCABULARY = 32, 8, 128
+LR, WARMUP = 0.02, 3
 
 
 @contextmanager
@@ -80,13 +81,27 @@ def make_model() -> Any:
     return DistributedDataParallel(config, DistributedDataParallelConfig(), model)
 
 
-def make_optimizer(model: Any) -> Any:
+def make_optimizer(model: Any, steps: int) -> Any:
     from megatron.core.optimizer import OptimizerConfig
 
     from angular_muown.integrations.megatron import get_angular_muown_optimizer
 
-    config = OptimizerConfig(lr=0.02, weight_decay=0.0, adam_beta2=0.95, clip_grad=0.0)
-    return get_angular_muown_optimizer(config, [model], aux_lr=5e-3, decay_scale=0.05)
+    config = OptimizerConfig(lr=LR, min_lr=0.0, weight_decay=0.0, adam_beta2=0.95, clip_grad=0.0)
+    return get_angular_muown_optimizer(config, [model], warmup_steps=WARMUP, decay_scale=5 / steps)
+
+
+def make_scheduler(optimizer: Any, steps: int, done: int = 0) -> Any:
+    """Return Megatron's scheduler with a warm-up, a constant phase and a linear cooldown."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    scheduler = OptimizerParamScheduler(
+        optimizer, init_lr=0.0, max_lr=LR, min_lr=0.0, lr_warmup_steps=WARMUP,
+        lr_decay_steps=steps, lr_decay_style="WSD", wsd_decay_steps=steps // 5,
+        lr_wsd_decay_style="linear", start_wd=0.0, end_wd=0.0, wd_incr_steps=steps,
+        wd_incr_style="constant",
+    )  # fmt: skip
+    scheduler.step(done + 1)  # the learning rate of the next step; the first one is not 0
+    return scheduler
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,7 +113,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return windows[:, :-1], windows[:, 1:]
 
 
-def train(model: Any, optimizer: Any, start: int, end: int) -> list[float]:
+def train(model: Any, optimizer: Any, scheduler: Any, start: int, end: int) -> list[float]:
     positions = torch.arange(LENGTH).expand(BATCH, -1)
     mask = torch.ones(1, 1, LENGTH, LENGTH).tril() < 0.5
     losses = []
@@ -110,6 +125,7 @@ def train(model: Any, optimizer: Any, start: int, end: int) -> list[float]:
         loss.backward()
         model.finish_grad_sync()
         optimizer.step()
+        scheduler.step(1)
         losses.append(loss.item())
     return losses
 
@@ -132,16 +148,19 @@ def main(out: Path, steps: int = 20) -> dict[str, Any]:
             torch.distributed.barrier()
             saved.mkdir(parents=True, exist_ok=True)
             model = make_model()
-            optimizer = make_optimizer(model)
-            losses = train(model, optimizer, 0, half)
+            optimizer = make_optimizer(model, steps)
+            scheduler = make_scheduler(optimizer, steps)
+            losses = train(model, optimizer, scheduler, 0, half)
             dist_checkpointing.save(state_of(model, optimizer, False), str(saved))
-            losses += train(model, optimizer, half, steps)
+            losses += train(model, optimizer, scheduler, half, steps)
         model = make_model()
-        optimizer = make_optimizer(model)
+        optimizer = make_optimizer(model, steps)
         loaded = dist_checkpointing.load(state_of(model, optimizer, True), str(saved))
         model.module.load_state_dict(loaded["model"])
         optimizer.load_state_dict(loaded["optimizer"])
-        result = {"losses": losses, "resumed": train(model, optimizer, half, steps)}
+        scheduler = make_scheduler(optimizer, steps, done=half)
+        resumed = train(model, optimizer, scheduler, half, steps)
+        result = {"losses": losses, "resumed": resumed}
         if torch.distributed.get_rank() == 0:
             last = result["resumed"][-1]
             print(f"loss {losses[0]:.3f} -> {last:.3f}" if losses else f"resumed: {last:.3f}")

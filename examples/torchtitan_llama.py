@@ -36,7 +36,7 @@ def use_the_cpu() -> None:
 
 
 def prepare(out: Path) -> None:
-    """A byte-level tokenizer and a data set of one document, as torchtitan wants them."""
+    """A byte-level tokenizer and a data set of one document, as torchtitan expects them."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -62,7 +62,7 @@ def make_config(out: Path, steps: int) -> Any:
     from angular_muown.integrations.torchtitan import angular_muown
 
     config = llama3_debugmodel()
-    config.optimizer = angular_muown(lr=0.02, warmup_steps=4, aux_lr=2e-3)  # instead of AdamW
+    config.optimizer = angular_muown(lr=0.02, warmup_steps=4)  # instead of AdamW
     config.optimizer.implementation = "foreach"  # "fused", the default, is for a GPU
     config.lr_scheduler.warmup_steps, config.lr_scheduler.decay_ratio = 4, 0.25
 

@@ -17,6 +17,7 @@ from trl import SFTConfig, SFTTrainer
 from angular_muown.integrations.transformers import planned, wsd_arguments
 
 RANK = 4
+ADAPTER_LR = 2e-3  # what AdamW would have, for adapters
 
 
 def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -41,15 +42,15 @@ def train(
     tokenizer: PreTrainedTokenizerFast,
     texts: list[str],
     steps: int,
+    lr: float,
     settings: dict[str, float],
     lora: LoraConfig | None = None,
     out: str | None = None,
     resume: str | None = None,
 ) -> SFTTrainer:
-    warmup = steps // 10
     arguments = SFTConfig(
         out or tempfile.mkdtemp(),
-        **wsd_arguments(steps, warmup_steps=warmup, decay_steps=steps // 5),
+        **wsd_arguments(steps, lr=lr, warmup=0.1),
         per_device_train_batch_size=16,
         max_length=16,
         logging_steps=5,
@@ -67,7 +68,8 @@ def train(
         train_dataset=Dataset.from_list([{"text": text} for text in texts]),
         processing_class=tokenizer,
         peft_config=lora,
-        optimizer_cls_and_kwargs=planned(warmup_steps=warmup, **settings),
+        # the Trainer wraps the model in adapters, so it has to construct the optimizer
+        optimizer_cls_and_kwargs=planned(arguments=arguments, decay_scale=5 / steps, **settings),
     )
     trainer.train(resume_from_checkpoint=resume)
     return trainer
@@ -76,22 +78,22 @@ def train(
 def main(
     steps: int = 40, out: str | None = None, resume: str | None = None
 ) -> tuple[SFTTrainer, SFTTrainer]:
-    """The trainers of both stages, when they are through; `out` and `resume` are the adapters'."""
+    """Return the trainers of both stages; `out` and `resume` are those of the adapters."""
     texts = sentences(256)
     others = [" ".join(text.split()[::-1]) for text in texts]  # what the base has not learnt
     tokenizer = build_tokenizer(texts)
     model = build_model(len(tokenizer))
-    full = train(model, tokenizer, texts, steps, {"lr": 0.02, "aux_lr": 5e-3})
-    # A row of B has RANK entries and starts at zero. AdamW at 1e-2 would move it by up to
-    # 1e-2 sqrt(RANK) a step: the same bound for its length.
+    full = train(model, tokenizer, texts, steps, 0.02, {})  # from scratch: aux_lr is lr
+    # A row of B has RANK entries and starts at zero. AdamW would move it by up to
+    # ADAPTER_LR sqrt(RANK) a step: the same bound for its length.
     lora = LoraConfig(r=RANK, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    rates = {"lr": 0.02, "radius_lr": 1e-2 * RANK**0.5}
-    return full, train(model, tokenizer, others, steps, rates, lora, out, resume)
+    rates = {"aux_lr": ADAPTER_LR, "radius_lr": ADAPTER_LR * RANK**0.5}
+    return full, train(model, tokenizer, others, steps, 0.02, rates, lora, out, resume)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--out", help="folder of the adapters' checkpoints")
-    parser.add_argument("--resume", help="a checkpoint of the adapters to go on from")
+    parser.add_argument("--resume", help="a checkpoint of the adapters to continue from")
     main(**vars(parser.parse_args()))

@@ -8,7 +8,6 @@ from itertools import islice
 
 import torch
 from made_up import Bars
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import (
     ConvNextConfig,
@@ -20,7 +19,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from angular_muown import AngularMuown, plan, wsd
+from angular_muown import AngularMuown, wsd_schedule
 
 SIZE = 16
 
@@ -43,9 +42,9 @@ def main(
     name: str = "vit", steps: int = 60, out: str | None = None, resume: str | None = None
 ) -> tuple[list[float], PreTrainedModel, AngularMuown]:
     """The losses of all steps after the one that was resumed, the model, the optimizer."""
-    model, warmup = build(name), steps // 10
-    optimizer = AngularMuown(plan(model, aux_lr=3e-3), lr=0.02, warmup_steps=warmup)
-    scheduler = LambdaLR(optimizer, lambda t: wsd(t, steps, warmup, decay_steps=steps // 5))
+    model = build(name)
+    optimizer = AngularMuown.for_model(model, lr=0.02, decay_scale=5 / steps)
+    scheduler = wsd_schedule(optimizer, steps, warmup=0.1)
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     if resume:
         for key, state in torch.load(resume, weights_only=True).items():
@@ -68,9 +67,9 @@ if __name__ == "__main__":
     parser.add_argument("--model", choices=("vit", "convnext", "resnet"), default="vit")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--out", help="file for the state after half of the run")
-    parser.add_argument("--resume", help="such a file to go on from")
+    parser.add_argument("--resume", help="such a file to continue from")
     given = parser.parse_args()
-    print(plan(build(given.model)))
+    print(AngularMuown.for_model(build(given.model)).plan)
     run = main(given.model, given.steps, given.out, given.resume)
     for step, loss in enumerate(run[0]):
         print(step, round(loss, 4))

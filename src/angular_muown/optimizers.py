@@ -50,9 +50,11 @@ class AngularMuown(Engine):
         kappa_t = (1 + decay_scale (t - warmup_steps)_+)^(-decay_degree)
 
     Example:
-        >>> optimizer = AngularMuown(plan(model), lr=0.02, warmup_steps=100)
+        >>> optimizer = AngularMuown.for_model(model, lr=0.02)
+        >>> scheduler = wsd_schedule(optimizer, total_steps=10_000)
         >>> loss.backward()
         >>> optimizer.step()
+        >>> scheduler.step()
 
     Args:
         lr: the angle of a step at kappa = 1, in radians (with the "fan_ratio" scale); a float or a
@@ -143,8 +145,8 @@ class AngularMuown(Engine):
             warnings.warn(
                 f"lr has fallen to {group['lr']:.3g} over most of the run while kappa fell to "
                 f"{kappa():.3g}, so the angle of a step decays twice. Use wsd_schedule, which "
-                "keeps lr constant for most of the run, or switch kappa off: decay_degree=0, which "
-                "cosine_schedule and linear_schedule set",
+                "keeps lr constant for most of the run, or switch kappa off by decay_degree=0, as "
+                "cosine_schedule and linear_schedule do, or tune lr for both: it has to be higher",
                 stacklevel=6,
             )
 
@@ -171,7 +173,7 @@ class Muown(Engine):
         g <- Adam(g, r; lr)
 
     Example:
-        >>> optimizer = Muown(plan(model), lr=4e-3)
+        >>> optimizer = Muown.for_model(model, lr=4e-3)
 
     Args:
         lr: length of a step of R in units of s Q; a float or a one-element tensor.
@@ -222,7 +224,7 @@ class NorMuown(Engine):
         g <- Adam(g, r; lr)
 
     Example:
-        >>> optimizer = NorMuown(plan(model), lr=4e-3)
+        >>> optimizer = NorMuown.for_model(model, lr=4e-3)
 
     Args:
         lr: length of a step of R in units of s Q; a float or a one-element tensor.
@@ -271,7 +273,7 @@ class Muon(Engine):
         W <- (1 - lr weight_decay) W - lr s Q
 
     Example:
-        >>> optimizer = Muon(plan(model), lr=0.02)
+        >>> optimizer = Muon.for_model(model, lr=0.02)
 
     Args:
         lr: length of a step of W in units of s Q; a float or a one-element tensor.
@@ -317,7 +319,7 @@ class NorMuon(Engine):
         W <- (1 - lr weight_decay) W - lr s Q
 
     Example:
-        >>> optimizer = NorMuon(plan(model), lr=4e-3)
+        >>> optimizer = NorMuon.for_model(model, lr=4e-3)
 
     Args:
         lr: length of a step of W in units of s Q; a float or a one-element tensor.
@@ -367,7 +369,7 @@ class Hyperball(Engine):
         W <- g unit(W - lr g unit(Q)),            unit(X) = X / |X|_F
 
     Example:
-        >>> optimizer = Hyperball(plan(model), lr=0.02)
+        >>> optimizer = Hyperball.for_model(model, lr=0.02)
 
     Args:
         lr: length of a step relative to |W|_F, whatever the shape; a float or a one-element tensor.
@@ -410,7 +412,7 @@ class MagnitudeDirection(Engine):
     paper's sphere of radius sqrt(max(m, n)); here a matrix keeps the norm that it starts with.
 
     Example:
-        >>> optimizer = MagnitudeDirection(plan(model), lr=0.02)
+        >>> optimizer = MagnitudeDirection.for_model(model, lr=0.02)
 
     Args:
         lr: relative length of a step of V (with the "aspect" scale); a float or a one-element

@@ -96,7 +96,7 @@ def wsd_schedule(
         warmup: length of the warm-up: a fraction of the run, or a number of steps (an integer).
         cooldown: length of the linear decay at the end, likewise.
     """
-    steps = _check_lengths(total_steps, warmup=warmup, cooldown=cooldown)
+    steps = check_lengths(total_steps, warmup=warmup, cooldown=cooldown)
     _set_kappa(optimizer, warmup_steps=steps["warmup"])
     factor = partial(
         wsd,
@@ -148,7 +148,7 @@ def _falling_schedule(
     warmup: float,
     floor: float,
 ) -> LambdaLR:
-    steps = _check_lengths(total_steps, warmup=warmup)
+    steps = check_lengths(total_steps, warmup=warmup)
     if not is_number(floor) or not 0 <= floor <= 1:
         raise ValueError(f"floor={floor!r} is not valid: it must be a number from 0 to 1")
     _set_kappa(optimizer, warmup_steps=steps["warmup"], decay_degree=0.0)
@@ -164,7 +164,7 @@ def _set_kappa(optimizer: Optimizer, **values: float) -> None:
         group.update({key: value for key, value in values.items() if key in group})
 
 
-def _check_lengths(total_steps: int, **lengths: float) -> dict[str, int]:
+def check_lengths(total_steps: int, **lengths: float) -> dict[str, int]:
     """Return the lengths of the parts of a schedule in steps."""
     if not is_number(total_steps) or total_steps != int(total_steps) or total_steps < 1:
         raise ValueError(f"total_steps={total_steps!r} is not valid: it must be an integer >= 1")

@@ -11,7 +11,7 @@ from lightning.fabric import Fabric
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from angular_muown import AngularMuown
+from angular_muown import AngularMuown, linear_schedule, wsd_schedule
 from angular_muown.integrations.lightning import AngleMonitorCallback, per_step
 from tests.integrations.scripts import assert_falls, assert_same_weights, load
 
@@ -50,7 +50,7 @@ def test_the_callback_logs_measurements(example: dict[str, Any]) -> None:
     assert kappas[0] == 1.0
     assert kappas == sorted(kappas, reverse=True)
     angles = [row["muown/angle_mean/network.mix.weight"] for row in logged["whole"]]
-    assert max(angles) == pytest.approx(0.03, rel=0.1)  # the peak learning rate
+    assert angles[1] == pytest.approx(0.03 * kappas[1], rel=0.1)  # in the constant phase
 
 
 def _logged(folder: Path) -> list[dict[str, float]]:
@@ -91,6 +91,18 @@ def test_the_schedule_follows_optimizer_steps(tmp_path: Path) -> None:
     accumulated = Small()
     fit(accumulated, tmp_path, accumulate_grad_batches=2)
     assert accumulated.lrs == [1, 1, 1 / 2, 1 / 2]
+
+
+def test_a_torch_scheduler_is_stepped_per_step_and_must_be_the_optimizers() -> None:
+    layer = nn.Linear(4, 4, bias=False)
+    optimizer = AngularMuown(layer.parameters(), lr=1.0)
+    scheduler = wsd_schedule(optimizer, 10, warmup=0)
+    result = per_step(optimizer, scheduler)
+    assert result["optimizer"] is optimizer
+    assert result["lr_scheduler"] == {"scheduler": scheduler, "interval": "step"}
+    other = linear_schedule(torch.optim.SGD(layer.parameters(), lr=1.0), 10)
+    with pytest.raises(ValueError, match=r"schedule=LambdaLR belongs to another optimizer \(SGD\)"):
+        per_step(optimizer, other)
 
 
 @pytest.mark.parametrize("fails", [False, True])

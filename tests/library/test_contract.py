@@ -353,7 +353,7 @@ def test_a_parameter_listed_twice_in_a_group_is_stepped() -> None:
 
 
 class Turning(Engine):
-    """A user's own optimizer with an option of its own: see docs/family.md."""
+    """A user's own optimizer with an option of its own: see docs/explanation/family.md."""
 
     def __init__(self, params: Any, lr: float = 0.02, **options: Any) -> None:
         super().__init__(params, {"lr": lr, "angle": 1.0, **options})

@@ -121,7 +121,9 @@ def plot(rows: "Sequence[Simulation]", path: Path) -> None:
 def add_ranks(add: Callable[..., argparse.ArgumentParser]) -> None:
     summary = "simulate a step on many ranks: work, bytes, memory, estimated time"
     sub = add("plan-ranks", plan_ranks, summary)
-    sub.add_argument("--model", choices=tuple(MODELS), required=True)
+    sub.add_argument(
+        "--model", help="shapes of the parameters", choices=tuple(MODELS), required=True
+    )
     sub.add_argument("--ranks", type=rank_counts, required=True, help="8..16384, 64 or 8,96,512")
     text = "replicas of the model that share the work; default: 1"
     sub.add_argument("--hsdp", type=int, default=1, metavar="REPLICAS", help=text)

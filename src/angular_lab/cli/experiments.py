@@ -15,6 +15,7 @@ from angular_lab.experiments.statistics import BestRate
 if TYPE_CHECKING:  # it imports torch
     from angular_lab.sweeps.sweep import Sweep
 
+EXPERIMENT = "a name that `angular-lab experiments` lists"
 PROCESSES = (
     "worker processes on this machine; a small model does not fill a large GPU, so several on one "
     "raise the total throughput; several GPUs are used in turn"
@@ -35,6 +36,11 @@ def _sweep(name: str, arguments: argparse.Namespace) -> "Sweep":
     from angular_lab.experiments.comparison import planned
     from angular_lab.sweeps.sweep import Sweep
 
+    if arguments.scale == "paper" and not arguments.data:
+        raise UserError(
+            "--scale paper without --data would train on Python's standard library: prepare a "
+            "corpus (angular-lab prepare --help) and name its folder"
+        )
     plan = planned(name, arguments.scale, arguments.data)
     return Sweep(plan, arguments.out, arguments.data, arguments.device, arguments.name)
 
@@ -147,12 +153,12 @@ def add_experiments(add: Callable[..., argparse.ArgumentParser]) -> None:
     sub.add_argument("--out", type=Path, required=True, help="folder for runs/ and sweeps/")
     summary = "run experiments on this machine; run again to continue"
     sub = add("sweep", sweep, summary)
-    sub.add_argument("experiments", nargs="+", metavar="experiment")
+    sub.add_argument("experiments", nargs="+", metavar="experiment", help=EXPERIMENT)
     sub.add_argument("--budget", type=seconds, default=inf, help="stop after 540s, 30m, 2h")
     sub.add_argument("--processes", type=int, default=1, help=PROCESSES)
     _add_sweep_options(sub)
     sub = add("submit", submit, "submit the trials of an experiment that can run now as jobs")
-    sub.add_argument("experiment")
+    sub.add_argument("experiment", help=EXPERIMENT)
     sub.add_argument("--executor", default="slurm", help="slurm or local; default: slurm")
     sub.add_argument("--dry-run", action="store_true", help="only print what would be submitted")
     sub.add_argument("--set", action="append", default=[], metavar="PARAMETER:VALUE",

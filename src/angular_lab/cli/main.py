@@ -10,6 +10,7 @@ import argparse
 import logging
 import time
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from angular_lab.cli.cluster import add_ranks
@@ -27,12 +28,20 @@ from angular_lab.training.signals import (
 )
 
 BAD_INPUT, NOT_FINITE = 2, 3
+REQUIRED = ("filelock", "jinja2", "matplotlib", "numpy", "tqdm")  # by every command: the demo extra
 log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     configure_logging()
+    if missing := [name for name in REQUIRED if find_spec(name) is None]:
+        log.error(
+            "error: angular-lab needs %s: install angular-muown with its lab extra, for example "
+            "pip install '.[lab]'",
+            ", ".join(missing),
+        )
+        return BAD_INPUT
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     arguments.began = began
@@ -81,6 +90,13 @@ def _attempt(function: Callable[[argparse.Namespace], None], arguments: argparse
     return 0
 
 
+POSITIONAL = {
+    "named_run": "a name that `angular-lab named-runs` lists",
+    "run": "run folder",
+    "prompt": "the beginning of the text",
+}
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="angular-lab", description="The pre-training lab.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
@@ -96,7 +112,8 @@ def _parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         for argument in positional:
-            sub.add_argument(argument, type=Path if argument == "run" else str)
+            kind = Path if argument == "run" else str
+            sub.add_argument(argument, type=kind, help=POSITIONAL[argument])
         sub.add_argument(
             "--traceback", action="store_true", help="show the traceback of every error"
         )

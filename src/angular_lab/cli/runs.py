@@ -175,7 +175,7 @@ def add_commands(add: Add) -> None:
         ("show", show, "describe a run before it starts: settings, size, time", "named_run"),
     ):  # fmt: skip
         sub = add(name, function, summary, first, epilog=keys)
-        sub.add_argument("overrides", nargs="*", metavar="key=value")
+        sub.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change")
         if name != "show":
             sub.add_argument("--out", type=Path, help="run folder; default: one of its own in runs")
             sub.add_argument("--device", **device)
@@ -198,18 +198,18 @@ def _add_uses(add: Add) -> None:
     sub = add("sample", sample, "generate text from a run", "run", "prompt")
     sub.add_argument("--length", type=int, help="number of tokens")
     sub.add_argument("--temperature", type=float, help="0: always the likeliest token")
-    sub.add_argument("--seed", type=int)
+    sub.add_argument("--seed", type=int, help="of the random choice of tokens")
     sub.add_argument("--average", type=float, metavar="WINDOW", help=AVERAGE)
     sub.add_argument("--step", type=count, help=STEP)
     sub = add(
         "export", export, "write the weights in the layout of Hugging Face transformers", "run"
     )
-    sub.add_argument("--out", type=Path, required=True)
+    sub.add_argument("--out", type=Path, required=True, help="folder for the weights")
     sub.add_argument("--average", type=float, metavar="WINDOW", help=AVERAGE)
     sub.add_argument("--step", type=count, help=STEP)
     summary = "write one self-contained script for the speedrun's optimization track"
     sub = add("export-speedrun", export_speedrun, summary)
-    sub.add_argument("--out", type=Path, required=True)
+    sub.add_argument("--out", type=Path, required=True, help="file to write")
     sub = add("demo", demo, "train four optimizers on this machine's Python code, and report")
     sub.add_argument("--out", type=Path, default=Path("demo"), help="default: demo")
     sub.add_argument("--steps", type=int, help="per run; default: those of nano")

@@ -4,7 +4,7 @@ A step has four parts. Rows: every rank reads and writes its own shards at the s
 Local matrices: a rank orthogonalizes those that it holds entirely. Products: owners orthogonalize
 the matrices sent to them; the slowest owner counts, because all ranks wait for it. Wire: the bytes
 of the slowest rank and a latency per message. Products and wire overlap except for one round.
-Units are seconds and bytes; docs/distributed.md explains the formulas.
+Units are seconds and bytes; docs/explanation/distributed.md explains the formulas.
 """
 
 from collections.abc import Sequence

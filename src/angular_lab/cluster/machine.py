@@ -17,7 +17,7 @@ def _option(default: float, meaning: str) -> Any:
 @dataclass(frozen=True)
 class Machine:
     """Sustained speeds of a rank. The defaults are from an H100's datasheet, except two: `tflops`
-    is what plain bf16 products reach in docs/performance.md, and `latency` is a guess."""
+    is what plain bf16 products reach in docs/explanation/kernels.md, and `latency` is a guess."""
 
     bandwidth: float = _option(450.0, "GB/s from a rank to the others of its node")
     internode: float = _option(50.0, "GB/s from a rank to other nodes")

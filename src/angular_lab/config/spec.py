@@ -21,18 +21,18 @@ class ModelSpec:
     kind: str = "dense"  # dense, qwen2, moe, gpt_speedrun
     vocabulary: int = 50_280  # GPT-NeoX's 50,277 entries, rounded up
     sequence: int = 1024  # tokens per sequence
-    layers: int = 12
-    width: int = 768
-    heads: int = 12
+    layers: int = 12  # transformer blocks
+    width: int = 768  # of the residual stream
+    heads: int = 12  # attention heads
     kv_heads: int | None = None  # heads of keys and values; none: as many as heads
     mlp: int | None = None  # inner width; none: the model's own ratio to the width
     tied: bool = True  # the output layer shares the embedding's weights
-    norm_eps: float = 1e-6
-    rope_base: float = 10_000.0
-    init_std: float = 0.02
+    norm_eps: float = 1e-6  # epsilon of RMSNorm
+    rope_base: float = 10_000.0  # base of the rotary embedding's frequencies
+    init_std: float = 0.02  # standard deviation of the initial weights
     soft_cap: float | None = None  # bound on the logits; none: no bound
     experts: int = 0  # of a mixture
-    experts_per_token: int = 0
+    experts_per_token: int = 0  # that each token is sent to
     expert_mlp: int = 0  # inner width of an expert
     shared_mlp: int = 0  # inner width of the expert that every token passes
     dense_layers: int = 0  # leading layers of a mixture without experts
@@ -42,16 +42,16 @@ class ModelSpec:
 @dataclass(frozen=True)
 class OptimSpec:
     name: str = "angular_muown"  # adamw or one of training.build.OPTIMIZERS
-    lr: float = 0.02
+    lr: float = 0.02  # of the matrices
     aux_lr: float | None = None  # embeddings, heads, norms; none: as lr
     radius_lr: float | None = None  # row lengths; none: as lr
     weight_decay: float = 0.0  # of the matrices
     aux_weight_decay: float = 0.0  # of embeddings, heads, norms
-    momentum: float = 0.95
-    beta1: float = 0.9
-    beta2: float = 0.95
+    momentum: float = 0.95  # of the matrices
+    beta1: float = 0.9  # Adam's first decay rate
+    beta2: float = 0.95  # Adam's second decay rate
     decay_scale: float = 1e-3  # kappa = (1 + decay_scale (t - warmup))^(-decay_degree)
-    decay_degree: float = 1.0
+    decay_degree: float = 1.0  # 0: kappa stays at 1
     scale: str | None = None  # of a step, by the matrix's shape; none: the optimizer's own
     orthogonalize: str = "polar_express"  # for every optimizer, as in the paper
     radius: str = "adam"  # how row lengths move
@@ -80,9 +80,9 @@ class ScheduleSpec:
 class DashboardSpec:
     """Where W&B and trackio show a run. No loss depends on it, and a resumed run may change it."""
 
-    project: str = "angular-lab"
+    project: str = "angular-lab"  # wandb and trackio
     entity: str | None = None  # wandb; none: your default
-    group: str | None = None
+    group: str | None = None  # wandb and trackio
     tags: tuple[str, ...] = ()  # wandb
 
 
@@ -90,13 +90,13 @@ class DashboardSpec:
 class Spec:
     name: str = "custom"  # the named run that this one started from
     data: str = "stdlib"  # a folder of shards, or "stdlib": the running Python's own source code
-    steps: int = 1000
+    steps: int = 1000  # optimizer steps
     batch: int = 512  # sequences per step over all ranks
     micro_batch: int | None = None  # sequences per forward pass and rank; none: all at once
-    seed: int = 0
+    seed: int = 0  # of the initial weights and the order of the data
     clip: float | None = 1.0  # bound on the global gradient norm; none: no bound
     eval_every: int | None = 250  # steps; none: never
-    eval_tokens: int = 1_048_576
+    eval_tokens: int = 1_048_576  # validation tokens per evaluation
     save_every: int | None = 500  # steps; none: at the end and at pinned steps only
     keep: int = 2  # newest checkpoints that stay
     pins: tuple[int, ...] = ()  # steps whose checkpoints always stay: branch points
@@ -105,7 +105,7 @@ class Spec:
     average: tuple[Window, ...] = ()  # windows of averages to evaluate: steps, or below 1 a share
     on_nan: str = "stop"  # stop, skip
     precision: str = "bf16"  # bf16 (autocast), fp32
-    compile: bool = True
+    compile: bool = True  # torch.compile
     deterministic: bool = True  # bit-equal repeats on one machine
     parallel: str = "ddp"  # with several ranks: ddp, fsdp
     tensor: int = 1  # ranks that divide the products of a layer (dense models)

@@ -61,7 +61,8 @@ def row_products(fused: nn.Linear, x: Tensor, rows: list[int]) -> list[Tensor]:
     """Return the products of x with the row blocks of a fused weight.
 
     Splitting the result of one product instead would concatenate the parts' gradients in the
-    backward pass, a copy that shows in a profile of the 124M model (measured in docs/log.md).
+    backward pass, a copy that shows in a profile of the 124M model (measured in
+    docs/evidence/what-did-not-help.md).
     """
     weight: Tensor = fused.weight
     if is_divided(weight):

@@ -1,4 +1,4 @@
-"""A sweep's figures, and the angle per step that the theory predicts (docs/theory.md)."""
+"""A sweep's figures, and the angle per step that docs/explanation/derivation.md predicts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

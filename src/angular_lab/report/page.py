@@ -42,7 +42,7 @@ def write_page(
             (out / "tables" / f"{table.key}.csv").write_text(table.csv())
             (out / "tables" / f"{table.key}.md").write_text(table.markdown())
     drawings = {
-        figure.key: Markup(save(figure.panel, out / "figures" / figure.key))
+        figure.key: Markup(save([figure.panel], out / "figures" / figure.key))
         for section in sections
         for figure in section.figures
     }

@@ -131,14 +131,17 @@ def _figure(panels: Sequence[Panel]) -> Any:
     return figure
 
 
-def save(panel: Panel, stem: Path) -> str:
-    """Write stem.svg and stem.png, on white; return the SVG for a page, in the page's colours."""
+def save(panels: Sequence[Panel], stem: Path) -> str:
+    """Write panels side by side in stem.svg and stem.png, on white.
+
+    Returns the SVG for a page, in the page's colours.
+    """
     from matplotlib import rc_context
 
     # Neither date nor version: the same numbers give the same file.
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     with rc_context({"svg.fonttype": "none", "font.size": 10.5, "svg.hashsalt": "angular-lab"}):
-        figure, buffer = _figure([panel]), io.StringIO()
+        figure, buffer = _figure(panels), io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
         figure.savefig(stem.with_suffix(".png"), dpi=130, metadata={"Software": None})
     text = buffer.getvalue()

@@ -13,7 +13,7 @@ from angular_lab.report.averages import average_tables
 from angular_lab.report.cooldowns import cooldown_tables, variant_shares
 from angular_lab.report.figures import sweep_figures
 from angular_lab.report.page import Section, write_page
-from angular_lab.report.plots import save_png
+from angular_lab.report.plots import save
 from angular_lab.report.read import SweepResults, collect
 from angular_lab.report.results import (
     by_value_table,
@@ -140,7 +140,7 @@ def write_report(
     texts: Sequence[tuple[str, str]] = (),
     words: Sequence[str] = (),
 ) -> Path:
-    """Write index.html and curves.png about a few runs.
+    """Write index.html, curves.svg and curves.png about a few runs.
 
     `words` are paragraphs at the top, `texts` are (heading, text) pairs at the end.
     """
@@ -151,5 +151,5 @@ def write_report(
     section = single_section(runs, "runs", title)
     section.warnings, section.texts = [*warnings, *section.warnings], texts
     page = write_page(out, title, [section], words)
-    save_png([figure.panel for figure in section.figures[:2]], out / "curves.png")
+    save([figure.panel for figure in section.figures[:2]], out / "curves")
     return page

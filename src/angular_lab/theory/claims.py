@@ -21,7 +21,7 @@ class Finding(NamedTuple):
 @dataclass(frozen=True)
 class Claim:
     text: str
-    source: str  # the section of docs/theory.md about it
+    source: str  # the section of docs/explanation/theory.md or derivation.md about it
     check: Callable[[Data], Finding]
 
 
@@ -34,7 +34,8 @@ def claims_table(results: dict[str, Data]) -> Table:
             mark = Mark("measured", "inconclusive") if holds is None else verdict(holds)
             row = {"claim": claim.text, "measured": measured, "verdict": mark}
             rows.append({**row, "section": claim.source})
-    return Table("claims", "Claims and measurements", rows, "Sections are those of docs/theory.md.")
+    note = "Sections are those of docs/explanation/theory.md and derivation.md."
+    return Table("claims", "Claims and measurements", rows, note)
 
 
 def steps_within(

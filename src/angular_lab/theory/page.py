@@ -16,8 +16,8 @@ from angular_lab.theory.tables import Data
 TITLE = "AngularMuown: the theory, measured"
 INTRODUCTION = (
     "The paper has a theoretical half: a theorem about an idealized update, and an account of how "
-    "the angle of a step develops. This page runs both and reports the results. docs/theory.md "
-    "derives them and ties each step of the proof to the code.",
+    "the angle of a step develops. This page runs both and reports the results. "
+    "docs/explanation/theory.md explains them and ties each step of the proof to the code.",
     "Everything was computed on a CPU by angular-lab theory; its JSON files hold the numbers.",
 )
 

@@ -1,8 +1,8 @@
 """Copies: whether ranks that hold the same matrices share their polar factors, by a cost model.
 
 With k copies, a rank saves 1 - 1/k of the products that it would compute alone, and receives
-1 - 1/k of the bytes of its part of Q instead. The rates are an H200's; docs/distributed.md has the
-times that they give. Only kernels are modelled.
+1 - 1/k of the bytes of its part of Q instead. The rates are an H200's;
+docs/explanation/distributed.md has the times that they give. Only kernels are modelled.
 """
 
 import os

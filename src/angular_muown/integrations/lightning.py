@@ -1,9 +1,9 @@
 """Lightning: a per-step schedule for one optimizer, and the angle monitor as a callback.
 
     def configure_optimizers(self):
-        steps = self.trainer.estimated_stepping_batches
-        optimizer = AngularMuown(plan(self), lr=0.02, warmup_steps=100)
-        return per_step(optimizer, partial(wsd, total_steps=steps, warmup_steps=100))
+        optimizer = AngularMuown.for_model(self, lr=0.02)
+        steps = int(self.trainer.estimated_stepping_batches)
+        return per_step(optimizer, wsd_schedule(optimizer, steps))
 
     Trainer(callbacks=[AngleMonitorCallback(every=50)], gradient_clip_val=1.0, ...)
 
@@ -15,18 +15,34 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from angular_muown.integrations.loggers import AngleLog, log_angles
 
 
-def per_step(optimizer: Optimizer, factor: Callable[[int], float]) -> dict[str, Any]:
-    """Return a value for `configure_optimizers` that multiplies the learning rate by factor(step).
+def per_step(
+    optimizer: Optimizer, schedule: LRScheduler | Callable[[int], float]
+) -> dict[str, Any]:
+    """Return a value for `configure_optimizers` that steps the schedule after every optimizer step.
 
     Lightning steps a bare scheduler only once per epoch.
+
+    Args:
+        optimizer: any torch optimizer.
+        schedule: a torch scheduler of this optimizer, such as `wsd_schedule(optimizer, steps)`, or
+            a function of the step whose value the learning rate is multiplied by.
     """
-    scheduler = {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}
-    return {"optimizer": optimizer, "lr_scheduler": scheduler}
+    if not isinstance(schedule, LRScheduler):
+        schedule = LambdaLR(optimizer, schedule)
+    if schedule.optimizer is not optimizer:
+        raise ValueError(
+            f"schedule={type(schedule).__name__} belongs to another optimizer "
+            f"({type(schedule.optimizer).__name__}): construct it with the optimizer that is passed"
+        )
+    return {
+        "optimizer": optimizer,
+        "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+    }
 
 
 class AngleMonitorCallback(Callback):

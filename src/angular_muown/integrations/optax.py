@@ -1,9 +1,14 @@
 """AngularMuown for JAX: an optax transformation that matches the torch optimizer numerically.
 
+    schedule = optax.join_schedules(                     # warm-up, constant, cooldown
+        [optax.linear_schedule(0.0, 0.02, 100), optax.constant_schedule(0.02),
+         optax.linear_schedule(0.02, 0.0, 1000)], [100, 4000])
     labels = partial(label, rules={"*embed*": "adamw", "head/*": "adamw", "*/kernel": "transposed"})
-    optimizer = with_adamw(0.02, labels, aux_learning_rate=2e-3, warmup_steps=100)
+    optimizer = with_adamw(schedule, labels, warmup_steps=100)
     state = optimizer.init(params)
     updates, state = optimizer.update(gradients, state, params)        # W' - W
+
+With a schedule that falls over most of the run, pass decay_degree=0, which switches kappa off.
 
 Features beyond the paper are in torch only, and so are blocks: split a fused kernel into its parts,
 or stack parts of equal shape as (..., m, n) and label them as a stack.
@@ -171,13 +176,22 @@ def angular_muown(
     Every leaf is a matrix (m, n) with one row per output, as in torch.
 
     Args:
+        learning_rate: a number or a schedule.
         transposed: leaves are stored as (in, out), like flax's kernels.
         stacks: leaves may be stacks of matrices (..., m, n). A convolution kernel is not a stack.
-        learning_rate: a number or a schedule.
+        momentum: decay beta of the momentum M, in [0, 1).
+        nesterov: True orthogonalizes the look-ahead T + beta M, False orthogonalizes M.
+        betas: Adam's two decay rates, for the row lengths.
+        eps: Adam's epsilon.
+        warmup_steps: steps at kappa = 1; use the warm-up of the schedule.
+        decay_scale: c in kappa, per step.
+        decay_degree: exponent of kappa; 0 keeps kappa = 1.
+        scale: s(m, n) by name, as in `angular_muown.AngularMuown`.
+        orthogonalize: "polar_express", "newton_schulz" or "svd".
         radius_learning_rate: a number or a schedule; None is learning_rate. If only learning_rate
             is a schedule, a number is the value at its peak and follows it, as in torch.
         peak_learning_rate: the peak of the schedule, required in that case.
-        others: as in `angular_muown.AngularMuown`.
+        weight_decay: decoupled decay, W <- (1 - lr weight_decay) W.
     """
     for name, value, choices in (
         ("scale", scale, SCALES),
@@ -262,12 +276,13 @@ def with_adamw(
         labels: a tree like the parameters' whose leaves are "matrix" (out, in), "transposed"
             (in, out), "stack" or "transposed_stack" (leading dimensions count matrices) or "adamw";
             or a function that computes it from the parameters, such as `label` with rules.
-        aux_learning_rate, aux_weight_decay: for AdamW; an aux_learning_rate of None is
-            learning_rate.
+        aux_learning_rate: for AdamW; None is learning_rate.
+        aux_weight_decay: for AdamW.
         peak_learning_rate: the peak of learning_rate if it is a schedule. A number as
             aux_learning_rate or radius_learning_rate is the value there and follows the schedule.
-        betas, eps: Adam's, for row lengths and AdamW.
-        settings: as in `angular_muown`.
+        betas: Adam's two decay rates, for row lengths and AdamW.
+        eps: Adam's epsilon, likewise.
+        **settings: as in `angular_muown`.
     """
     aux_lr = _follow("aux_learning_rate", aux_learning_rate, learning_rate, peak_learning_rate)
     common: dict[str, Any] = {

@@ -2,7 +2,7 @@
 
     def my_config() -> Trainer.Config:
         config = llama3_8b()
-        config.optimizer = angular_muown(lr=0.02, warmup_steps=200, aux_lr=3e-4)
+        config.optimizer = angular_muown(lr=0.02, warmup_steps=200)
         return config
 
 `plan` assigns the parameters instead of name patterns, so one optimizer holds all of them: hidden
@@ -90,10 +90,11 @@ def angular_muown(
 
     Args:
         lr: learning rate of the hidden matrices.
-        member, settings: class name of the optimizer and its arguments, such as warmup_steps.
-        aux_lr, aux_weight_decay: for AdamW's parameters, all but the hidden matrices; an aux_lr of
-            None is lr.
+        member: class name of the optimizer.
+        aux_lr: learning rate of AdamW, for all parameters but the hidden matrices; None is lr.
+        aux_weight_decay: weight decay of AdamW.
         plan: further arguments of `angular_muown.plan`, such as overrides.
+        **settings: arguments of the optimizer, such as warmup_steps.
     """
     return AngularMuownContainer.Config(
         member=member,

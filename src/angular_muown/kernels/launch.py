@@ -32,7 +32,8 @@ from angular_muown.update import Recipe
 
 # Ways to spend the budget, fastest first: the number of streams, and whether cuBLAS computes the
 # products with X. With cuBLAS, a third stream is slower. Without it, which is the case for small
-# models, streams cost no memory, and four keep the GPU busy (docs/performance.md has the times).
+# models, streams cost no memory, and four keep the GPU busy (docs/explanation/kernels.md has the
+# times).
 CONFIGURATIONS = ((2, True), (4, False), (2, False), (1, True), (1, False))
 CUBLAS_WORKSPACE = 32 * 2**20  # bytes that torch allocates for cuBLAS per stream on these GPUs
 CUBLAS_SHARE = 4  # cuBLAS is 5 to 10% faster than our kernel: worth a quarter of the budget

@@ -29,7 +29,7 @@ class Kind(Enum):
 
 # TFLOP/s of the operations that each kind's tiles compute, estimated on an H200. Only the ratios
 # matter, to choose between the two forms; benchmarks/orthogonalize.py times both for every shape,
-# and the faster one was chosen on all of them (docs/performance.md).
+# and the faster one was chosen on all of them (docs/explanation/kernels.md).
 THROUGHPUT = {Kind.GRAM: 520.0, Kind.SMALL: 450.0, Kind.APPLY: 600.0}
 
 
@@ -136,7 +136,7 @@ def chain_for(m: int, n: int, iteration: Iteration) -> tuple[Product, ...]:
     The rounding error of A grows with every step until A is computed afresh, most at the first
     step, whose factor is 8. A single step followed by pairs stays below the error of the ordinary
     iteration in bfloat16 on every spectrum tested; three steps from one A do not
-    (docs/performance.md).
+    (docs/explanation/kernels.md).
     """
     triples = iteration.coefficients
     pairs, odd = divmod(len(triples) - 1, 2)

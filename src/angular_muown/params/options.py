@@ -227,7 +227,8 @@ def _key(value: Any) -> Any:
 
 ALGORITHMS = ("matrix", "adamw")
 WRITE_BACKS = ("stochastic", "master")
-# Options of version 0.1 that did not help (docs/log.md), with the values that turned them off.
+# Options of version 0.1 that did not help (docs/evidence/what-did-not-help.md), with the values
+# that turned them off.
 REMOVED = {
     "tangent_momentum": False,
     "exact_angle": False,

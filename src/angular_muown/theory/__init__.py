@@ -1,6 +1,6 @@
 """The paper's theory as code: Algorithm 2, its direction, its convergence theorem.
 
-`angular-lab theory` runs the measurements; docs/theory.md reports the results.
+`angular-lab theory` runs the measurements; docs/explanation/theory.md reports the results.
 """
 
 from angular_muown.theory.convergence import (

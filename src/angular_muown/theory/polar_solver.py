@@ -301,7 +301,8 @@ def select(mask: Tensor, new: Tensor, old: Tensor) -> Tensor:
 # problem in every step: the last multiplier is nearly right, and one or two steps keep it so.
 
 # Smoothing, relative to the mean singular value. Solutions for square matrices have a zero singular
-# value, where the polar factor jumps and is not tangent. docs/log.md compares other values.
+# value, where the polar factor jumps and is not tangent. docs/evidence/what-did-not-help.md has
+# other values.
 SOFTNESS = 0.05
 
 

@@ -1,4 +1,4 @@
-"""The page and docs/theory.md show the numbers and verdicts of results/theory."""
+"""The page and docs/explanation show the numbers and verdicts of results/theory."""
 
 import json
 import re
@@ -15,7 +15,8 @@ from angular_muown.theory import Alignment
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "results" / "theory"
-DOCS = (ROOT / "docs" / "theory.md").read_text()
+PAGES = [ROOT / "docs" / "explanation" / name for name in ("derivation.md", "theory.md")]
+DOCS = "\n".join(path.read_text() for path in PAGES)
 FIGURES = ROOT / "docs" / "figures" / "theory"
 
 

@@ -1,13 +1,13 @@
 """AngularMuown for megatron-core's tensor-parallel weights.
 
     # megatron-core >= 0.19, which has an optimizer registry
-    register(aux_lr=2e-3, warmup_steps=200)
+    register(warmup_steps=200)
     values = {"lr": 0.02, "weight_decay": 0.0, "adam_beta2": 0.95}  # Megatron has other defaults
     config = OptimizerConfig(optimizer="angular_muown", **values)
     optimizer = get_megatron_optimizer(config, [model])
 
     # megatron-core < 0.19
-    optimizer = get_angular_muown_optimizer(OptimizerConfig(**values), [model], aux_lr=2e-3)
+    optimizer = get_angular_muown_optimizer(OptimizerConfig(**values), [model])
 
 AngularMuown steps the hidden matrices. Megatron's Adam steps embeddings, output layer, norms,
 biases and routers. Importing this module does not import Megatron; calling these functions does.
@@ -198,10 +198,13 @@ def get_angular_muown_optimizer(
 
     Args:
         config: an OptimizerConfig; AngularMuown also uses its lr, weight_decay, betas and eps.
+        model_chunks: the parts of the model on this rank, as in `get_megatron_optimizer`.
+        config_overrides: Megatron's settings for some parameters, as in `get_megatron_optimizer`.
         aux_lr: learning rate of Adam, for all parameters but the hidden matrices; None is
             config.lr.
-        settings: arguments of AngularMuown, such as warmup_steps.
-        others: as in `get_megatron_optimizer`.
+        use_gloo_process_groups: as in `get_megatron_optimizer`.
+        pg_collection: Megatron's process groups; None takes the global ones.
+        **settings: arguments of AngularMuown, such as warmup_steps.
     """
     from megatron.core import optimizer as mcore
     from megatron.core.process_groups_config import ProcessGroupCollection

@@ -1,0 +1,78 @@
+"""Verdicts on two methods: a difference holds only where its 95% interval excludes zero."""
+
+from collections.abc import Mapping
+
+from angular_lab.experiments import statistics
+from angular_lab.experiments.published import CLAIMED_SPEED_UPS, TEASER
+from angular_lab.experiments.statistics import paired_differences, student_interval
+from angular_lab.report.read import SweepResults
+from angular_lab.report.tables import tokens_form
+from evidence.comparison import Comparison
+from evidence.kept import OURS, Kept, Rows
+from evidence.measures import speed_up
+from evidence.titles import title
+
+LEAST = 0.005  # nats; smaller differences do not matter
+WINDOWS = (0.1, 0.2, 0.4)  # of the averages, as shares of the steps
+
+
+def judge(ours: Mapping[int, float], other: Mapping[int, float]) -> str:
+    """Return the verdict on "ours is below other", by the losses of the seeds that judge."""
+    gaps = paired_differences(ours, other).differences
+    interval = student_interval(gaps) if gaps else None
+    if interval is None:
+        return "inconclusive: one seed" if gaps else "inconclusive: no seed"
+    if interval[0] * interval[1] > 0:
+        if abs(sum(gaps)) < LEAST * len(gaps):
+            return f"inconclusive: less than {LEAST}"
+        return "holds" if interval[1] < 0 else "reversed"
+    lower, seeds = sum(gap < 0 for gap in gaps), len(gaps)
+    count = f"lower on {lower}" if lower else f"higher on {seeds}"
+    return f"inconclusive: {count} of {seeds} seeds"
+
+
+def tables(kept: Kept) -> dict[str, Rows]:
+    """Return the pairs of every sweep, `verdicts-<experiment>`, and of views of some."""
+    views = {name: sweep for name, sweep in kept.sweeps.items() if sweep.pairs}
+    [views["teaser-cooldown-20"]] = kept.sweeps["teaser"].variant_views()
+    rows = {f"verdicts-{name}": pairs(view) for name, view in views.items()}
+    return rows | {"verdicts-average-windows": _windows(kept), "paper-claims": _paper(kept)}
+
+
+def pairs(sweep: SweepResults) -> Rows:
+    rows = []
+    for (a, b), horizon in ((pair, h) for pair in sweep.pairs for h in sweep.horizons):
+        ours, other = sweep.judged(a, horizon), sweep.judged(b, horizon)
+        paired = paired_differences(ours, other)
+        if paired.mean is None:
+            continue
+        ends = student_interval(paired.differences)
+        interval = f"{ends[0]:+.4f} to {ends[1]:+.4f}" if ends else "-"
+        cells = [f"{paired.mean:+.4f}", interval, ", ".join(map(str, paired.seeds))]
+        tokens = tokens_form(sweep.tokens(horizon))
+        rows.append([title(a), title(b), tokens, *cells, judge(ours, other)])
+    return [["method", "against", "tokens", "difference", "95% interval", "seeds", "lower?"], *rows]
+
+
+def _windows(kept: Kept) -> Rows:
+    """Pairs by the averages of the last weights."""
+    head: list[str] = []
+    body: Rows = []
+    for window in WINDOWS:
+        head, *rows = pairs(kept.sweeps["average"].evaluated_by(window))
+        body += [[str(window), *row] for row in rows]
+    return [["window", *head], *body]
+
+
+def _paper(kept: Kept) -> Rows:
+    """The paper's speed-ups in tokens, claimed and read off its curves, and ours."""
+    teaser, rows = Comparison(kept), []
+    for name, claimed in CLAIMED_SPEED_UPS.items():
+        ours = speed_up(teaser.curves, teaser.at(name, "90M"))
+        theirs = statistics.speed_up(TEASER[OURS].curve, TEASER[name].curve)
+        interval = f"{ours['low']:.2f} to {ours['high']:.2f}"
+        verdict = "missed" if ours["high"] < claimed else "inconclusive"
+        cells = [f"about {claimed:g}", f"{theirs:.2f}", f"{ours['mean']:.2f}", interval, verdict]
+        rows.append([title(name), *cells])
+    head = ["fewer tokens than", "the paper's claim", "its curves", "here", "95% interval"]
+    return [[*head, "the claim is"], *rows]

@@ -1,0 +1,1 @@
+"""What mkdocs.yml needs beyond its plugins: generated tables, links out of docs/, docstrings."""
