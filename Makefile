@@ -72,9 +72,9 @@ theory: $(VENV)/.installed
 evidence: $(VENV)/.installed
 	$(BIN)/python -m evidence
 
-# The documentation site, in build/site/. A warning is an error.
+# The documentation site, in build/site/. A warning is an error; --quiet would hide it from --strict.
 docs: $(VENV)/.installed
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 format: $(VENV)/.installed
 	$(BIN)/ruff format .

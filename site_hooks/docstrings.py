@@ -15,7 +15,7 @@ import griffe
 FAMILY = "angular_muown.optimizers"
 # The one member whose for_model is listed: those of the others differ as their constructors do.
 SHOWS_FOR_MODEL = "AngularMuown"
-KINDS = {
+KINDS: dict[Any, griffe.ParameterKind] = {
     RuntimeParameter.KEYWORD_ONLY: griffe.ParameterKind.keyword_only,
     RuntimeParameter.POSITIONAL_OR_KEYWORD: griffe.ParameterKind.positional_or_keyword,
 }

@@ -10,22 +10,6 @@ from site_hooks.links import ROOT, SOURCE, repository_files, rewritten, source_p
 from site_hooks.references import filled
 
 
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Leave out pages that are not written yet."""
-    config.nav = [entry for entry in map(_existing, config.nav or []) if entry]
-    return config
-
-
-def _existing(entry: Any) -> Any:
-    if isinstance(entry, str):
-        return entry if (ROOT / "docs" / entry).exists() else None
-    ((title, inside),) = entry.items()
-    if isinstance(inside, str):
-        return entry if _existing(inside) else None
-    pages = [page for page in map(_existing, inside) if page]
-    return {title: pages} if pages else None
-
-
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add a page for every file outside of docs/ that a page links to."""
     for path in repository_files(ROOT):

@@ -143,8 +143,8 @@ class AngularMuown(Engine):
             warnings.warn(
                 f"lr has fallen to {group['lr']:.3g} over most of the run while kappa fell to "
                 f"{kappa():.3g}, so the angle of a step decays twice. Use wsd_schedule, which "
-                "keeps lr constant for most of the run, or switch kappa off: decay_degree=0, which "
-                "cosine_schedule and linear_schedule set",
+                "keeps lr constant for most of the run, or switch kappa off by decay_degree=0, as "
+                "cosine_schedule and linear_schedule do, or tune lr for both: it has to be higher",
                 stacklevel=6,
             )
 

@@ -25,7 +25,7 @@ DOCS = ROOT / "docs"
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the site as `make docs` does."""
     folder = tmp_path_factory.mktemp("site")
-    command = ["mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    command = ["mkdocs", "build", "--strict", "--site-dir", str(folder)]
     run = subprocess.run(
         [sys.executable, "-m", *command], capture_output=True, text=True, cwd=ROOT, check=False
     )

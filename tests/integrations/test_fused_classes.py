@@ -1,11 +1,15 @@
 """The table of fused layouts, against the forward passes of the classes that it names."""
 
+from functools import cache
+
 import pytest
 import torch
+import transformers as hf
 from torch import Tensor, nn
 
 from angular_muown import plan
-from tests.integrations.tiny_models import build
+from angular_muown.params.fused_layouts import FUSED_LAYOUTS
+from tests.integrations.tiny_models import DECODER, ENDS, HEADS, LATENT, NEOX, build
 from tests.library.row_uses import (
     attention_uses,
     block_of_rows,
@@ -30,8 +34,17 @@ ATTENTION = {
     # The latent makes values (and keys), the rope rows keys alone.
     "deepseek_v3": ("model.layers.0.self_attn.kv_a_proj_with_mqa", ("value", "key")),
     "deepseek_v3 up": ("model.layers.0.self_attn.kv_b_proj", ("key", "value")),
+    "deepseek_v2": ("model.layers.0.self_attn.kv_a_proj_with_mqa", ("value", "key")),
+    "deepseek_v2 up": ("model.layers.0.self_attn.kv_b_proj", ("key", "value")),
+    "minicpm3": ("model.layers.0.self_attn.kv_a_proj_with_mqa", ("value", "key")),
+    "minicpm3 up": ("model.layers.0.self_attn.kv_b_proj", ("key", "value")),
+    "persimmon": ("model.layers.0.self_attn.query_key_value", QKV),
+    "bigcode": ("transformer.h.0.attn.c_attn", QKV),
+    "bigcode_multi_query": ("transformer.h.0.attn.c_attn", QKV),
 }
 GATES = {
+    "glm": ("model.layers.0.mlp.gate_up_proj", GLU),
+    "glm4": ("model.layers.0.mlp.gate_up_proj", GLU),
     "phi3": ("model.layers.0.mlp.gate_up_proj", GLU),
     "modernbert": ("model.layers.0.mlp.Wi", GLU),
 }
@@ -43,12 +56,31 @@ EXPERTS = {
 }
 
 
+BIGCODE = {"vocab_size": 64, "n_embd": 16, "n_layer": 1, "n_head": 4, **ENDS}
+DEEPSEEK = {**DECODER, **HEADS, **LATENT, "num_key_value_heads": 4, "num_hidden_layers": 1}
+# Classes that only this file builds: prefix of the class, configuration.
+MORE = {
+    "deepseek_v2": ("DeepseekV2", {**DEEPSEEK, "first_k_dense_replace": 1}),
+    "minicpm3": ("MiniCPM3", DEEPSEEK),
+    "persimmon": ("Persimmon", {**NEOX, **ENDS}),
+    "bigcode": ("GPTBigCode", {**BIGCODE, "multi_query": False}),
+    "bigcode_multi_query": ("GPTBigCode", BIGCODE),
+    "glm": ("Glm", {**DECODER, **HEADS}),
+    "glm4": ("Glm4", {**DECODER, **HEADS}),
+}
 MIXER = "backbone.layers.0.mixer"
 
 
-def in_float64(name: str, **options) -> nn.Module:
+@cache
+def in_float64(name: str) -> nn.Module:
     """Build a model with random vectors, too: zero biases would hide what they do."""
-    model = build(name.split()[0], **options).double().eval()
+    name = name.split()[0]
+    if name in MORE:
+        kind, values = MORE[name]
+        config = getattr(hf, f"{kind}Config")(**values)
+        model = getattr(hf, f"{kind}ForCausalLM")(config).double().eval()
+    else:
+        model = build(name).double().eval()
     model.set_experts_implementation("eager")  # the others have no float64
     for p in model.parameters():
         p.data.normal_(std=0.3)
@@ -75,6 +107,7 @@ def run(model: nn.Module):
     return forward
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # GPTBigCode
 @pytest.mark.parametrize("name", ATTENTION)
 def test_each_block_of_a_fused_projection_is_a_query_a_key_or_a_value(name) -> None:
     path, expected = ATTENTION[name]
@@ -126,3 +159,21 @@ def test_b_c_and_time_steps_of_mamba_are_separate_blocks(name, layer, steps, B, 
         zeros = [block == zero for block in blocks]
         silent = is_silent(mixer, getattr(mixer, layer), run(model), zeros)
         assert silent == [block in (steps, other) for block in blocks]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+def test_every_entry_of_the_table_is_checked() -> None:
+    mambas = [("mamba", "in_proj"), ("mamba", "x_proj"), ("mamba2", "in_proj")]
+    checked = [(name, path) for table in (ATTENTION, GATES) for name, (path, _) in table.items()]
+    checked += [(name, f"{MIXER}.{layer}") for name, layer in mambas]
+    keys = set()
+    for name, path in checked:
+        owner, _, attribute = path.rpartition(".")
+        keys.add(f"{type(in_float64(name).get_submodule(owner)).__name__}.{attribute}")
+    elsewhere = {
+        "CausalSelfAttention.c_attn",  # tests/library/params/test_fused_layouts.py
+        "FusedQKVLinear.wqkv", "Attention.wkv_a", "Attention.wkv_b",  # test_torchtitan.py
+        "GptOssGroupedExperts.mlp1_weight_EGD",
+    }  # fmt: skip
+    assert FUSED_LAYOUTS.keys() - elsewhere == keys & FUSED_LAYOUTS.keys()
+    assert keys - FUSED_LAYOUTS.keys() == {"GPT2Attention.c_attn"}, "known by its Conv1D"

@@ -248,7 +248,7 @@ with use_the_cpu():
     model = make_model()
     names = {p: name for name, p in model.module.named_parameters()}
     assigned = {}
-    for part in make_optimizer(model).chained_optimizers:
+    for part in make_optimizer(model, 20).chained_optimizers:
         params = [names[p] for group in part.optimizer.param_groups for p in group["params"]]
         assigned.setdefault(type(part.optimizer).__name__, []).extend(params)
     Path("assigned.json").write_text(json.dumps(assigned))

@@ -36,6 +36,11 @@ def _sweep(name: str, arguments: argparse.Namespace) -> "Sweep":
     from angular_lab.experiments.comparison import planned
     from angular_lab.sweeps.sweep import Sweep
 
+    if arguments.scale == "paper" and not arguments.data:
+        raise UserError(
+            "--scale paper without --data would train on Python's standard library: prepare a "
+            "corpus (angular-lab prepare --help) and name its folder"
+        )
     plan = planned(name, arguments.scale, arguments.data)
     return Sweep(plan, arguments.out, arguments.data, arguments.device, arguments.name)
 

@@ -74,6 +74,7 @@ WHOLE: Grids = (
     (OURS, LINEAR, (1.6e-2, 2.5e-2, 4e-2)),
     (DECAYED, LINEAR, (6e-3, 1.2e-2, 2.4e-2)),
     (OURS, LONG, (1.6e-2, 2.5e-2, 4e-2)),
+    (DECAYED, LONG, (2.5e-3, 4e-3, 6.3e-3)),
     ("muon", LINEAR, (4e-3, 8e-3, 1.6e-2)),
     (KAPPA_1, LINEAR, (6.3e-3, 1e-2, 1.6e-2)),
     ("normuon", LONG, (6e-3, 1.2e-2, 2.4e-2)),

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from angular_lab.data.shards import Manifest
 from angular_lab.errors import UserError
 from angular_lab.experiments.definition import Arm, Experiment
 from angular_lab.experiments.statistics import BestRate, best_rate
@@ -167,7 +168,19 @@ class Sweep:
         plan, (done, total) = self.experiment, self.counts()
         data = plan.arms[0].spec.data
         text = f"{STDLIB} (the Python standard library, as bytes)" if data == STDLIB else data
-        return f"{plan.name}, scale {plan.scale}: {done} of {total} trials done; data: {text}"
+        counts = f"{plan.name}, scale {plan.scale}: {done} of {total} trials done"
+        return f"{counts}; data: {text}{self._repeated()}"
+
+    def _repeated(self) -> str:
+        """Return how often the longest run reads the corpus, if more than once."""
+        plan, spec = self.experiment, self.experiment.arms[0].spec
+        manifest = None if spec.data == STDLIB else Manifest.load(Path(spec.data))
+        if manifest is None:
+            return ""
+        needed = max(max(plan.horizons_of(arm)) * arm.spec.tokens_per_step for arm in plan.arms)
+        tokens = manifest.splits["train"].tokens
+        passes = f" ({tokens:,} tokens, which the longest run reads {needed / tokens:.1f} times)"
+        return passes if needed > tokens else ""
 
     @property
     def chosen(self) -> dict[str, BestRate]:

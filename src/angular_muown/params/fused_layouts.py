@@ -54,6 +54,12 @@ def _falcon(attention: Any) -> Values:
     return {**blocks, "interleaved": key_heads} if key_heads > 1 else blocks
 
 
+def _bigcode(attention: Any) -> Values:
+    if not attention.multi_query:
+        return _per_head(attention)
+    return {"blocks": (attention.embed_dim, attention.kv_dim, attention.kv_dim)}
+
+
 def _phi3(attention: Any) -> Values:
     key = attention.num_key_value_heads * attention.head_dim
     return {"blocks": (key * attention.num_key_value_groups, key, key)}
@@ -94,18 +100,25 @@ def _torchtitan(projection: Any) -> Values:
     return {"blocks": (key * projection.heads_per_kv, key, key), "interleaved": key_heads}
 
 
+LATENT = {"kv_a_proj_with_mqa": _latent_and_rope, "kv_b_proj": _key_and_value("kv_b_proj")}
 FUSED_LAYOUTS: dict[str, Entry] = {
     "CausalSelfAttention.c_attn": _nanogpt,
+    # transformers; its experts describe themselves (params/roles.py)
     "GPTNeoXAttention.query_key_value": _gpt_neox,
     "BloomAttention.query_key_value": _per_head,
+    "PersimmonAttention.query_key_value": _per_head,
     "FalconAttention.query_key_value": _falcon,
-    "Phi3Attention.qkv_proj": _phi3,
-    "Phi3MLP.gate_up_proj": {"blocks": 2},
+    "GPTBigCodeAttention.c_attn": _bigcode,
     "MptAttention.Wqkv": {"blocks": 3},
     "ModernBertAttention.Wqkv": {"blocks": 3},
     "ModernBertMLP.Wi": {"blocks": 2},
-    "DeepseekV3Attention.kv_a_proj_with_mqa": _latent_and_rope,
-    "DeepseekV3Attention.kv_b_proj": _key_and_value("kv_b_proj"),
+    "Phi3Attention.qkv_proj": _phi3,
+    **{f"{kind}.gate_up_proj": {"blocks": 2} for kind in ("Phi3MLP", "GlmMLP", "Glm4MLP")},
+    **{
+        f"{kind}Attention.{attribute}": entry
+        for kind in ("DeepseekV2", "DeepseekV3", "MiniCPM3")
+        for attribute, entry in LATENT.items()
+    },
     "MambaMixer.in_proj": {"blocks": 2},
     "MambaMixer.x_proj": _mamba_states,
     "Mamba2Mixer.in_proj": _mamba2,

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from angular_lab.cli.main import main
+from angular_lab.data.shards import Manifest
 from angular_lab.experiments.comparison import EXPERIMENTS
 from angular_lab.experiments.definition import Experiment
 from angular_lab.sweeps import workers
@@ -46,6 +47,25 @@ def test_it_names_the_default_data(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["sweep", "speedrun", "--out", str(tmp_path), "--budget", "0.001s"]) == 75
     expected = "data: stdlib (the Python standard library, as bytes)\n"
     assert expected in capsys.readouterr().err
+
+
+def test_it_reports_how_often_a_short_corpus_is_read(data: Path, tmp_path: Path) -> None:
+    manifest = Manifest.load(data)
+    assert manifest is not None
+    tokens = manifest.splits["train"].tokens
+    plan = small(data)
+    twice = -(-2 * tokens // plan.arms[0].spec.tokens_per_step)
+    longer = Sweep(replace(plan, horizons=(4, twice)), tmp_path)
+    assert longer.state().endswith(f" ({tokens:,} tokens, which the longest run reads 2.0 times)")
+    assert "times)" not in Sweep(plan, tmp_path).state()
+
+
+@pytest.mark.parametrize("command", ["sweep", "submit"])
+def test_the_scale_of_the_paper_needs_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert main([command, "teaser", "--scale", "paper", "--out", str(tmp_path)]) == 2
+    assert "--scale paper without --data would train on Python's" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["sweep", "submit"])
