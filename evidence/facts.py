@@ -9,6 +9,7 @@ from evidence import (
     ablations,
     comparison,
     concurrent,
+    finetune,
     headline,
     memory,
     one_pass,
@@ -23,7 +24,7 @@ from evidence.titles import titled
 
 FILE = RESULTS / "facts.json"
 HEADER = "The numbers that README.md, docs/ and results/README.md quote. `make evidence` writes it."
-SUBJECTS = (comparison, ablations, concurrent, one_pass, repeated)
+SUBJECTS = (comparison, ablations, concurrent, one_pass, repeated, finetune)
 
 
 def compute(kept: Kept) -> Facts:
@@ -97,5 +98,7 @@ def tables(kept: Kept) -> dict[str, Rows]:
             "strong-scaling": ranks.strong_scaling(),
             "weak-scaling": ranks.weak_scaling(),
             "placements": ranks.placements(),
+            "finetune": finetune.table("own"),
+            "finetune-adamw-base": finetune.table("adamw"),
         }
     )

@@ -174,7 +174,7 @@ def _claims(one_pass: OnePass, least: dict[str, float]) -> Facts:
 
 
 def _whole(sweep: SweepResults) -> Facts:
-    """The whole corpus: two methods on three seeds that judge, two more on the one that chose."""
+    """The whole corpus: three arms on seeds that judge, two more on the one that chose."""
     [horizon] = sweep.horizons
     arms = {
         "linear": _arm("ours", "linear"),
@@ -182,11 +182,13 @@ def _whole(sweep: SweepResults) -> Facts:
         "cooldown_50%": _arm("ours", "50%"),
         "muon": _arm("muon", "linear"),
     }
+    unfinished = _arm("normuon_decay", "50%")
     at = {key: sweep.finals(arm, horizon) for key, arm in arms.items()}
     ours, other = at["linear"], at["normuon_decay"]
     seed_0 = {key: losses[0] for key, losses in at.items()}
     trained = [training_losses(sweep, arms[key], horizon) for key in ("linear", "normuon_decay")]
-    apart = {key: spread(judging(at[key]).values()) for key in ("linear", "normuon_decay")}
+    judged = ("linear", "normuon_decay", "cooldown_50%")
+    apart = {key: spread(judging(at[key]).values()) for key in judged}
     gap = lead(ours, other)
 
     def loss(trial: TrialResult) -> float:
@@ -195,10 +197,10 @@ def _whole(sweep: SweepResults) -> Facts:
 
     return {
         "runs": len(sweep.trials),
-        "grids": len(sweep.best),
-        "all_grids_closed": sweep.best.keys() == {*arms.values()}
-        and not any(map(sweep.at_edge, sweep.best)),
-        "loss": {key: summary(at[key]) for key in ("linear", "normuon_decay")},
+        "grids": len(arms),
+        "all_grids_closed": sweep.best.keys() == {*arms.values(), unfinished}
+        and not any(map(sweep.at_edge, arms.values())),
+        "loss": {key: summary(at[key]) for key in judged},
         "seed0": seed_0,
         "lead": gap,
         "training_lead": lead(*trained),
@@ -209,5 +211,10 @@ def _whole(sweep: SweepResults) -> Facts:
         "inconclusive": outcome(ours, other) == "inconclusive"
         and gap["mean"] < min(0.005, apart["linear"]["max"] - apart["linear"]["min"]),
         "cooldown_50%_lowest": min(sweep.trials, key=loss).arm == arms["cooldown_50%"],
-        "only_two_methods_are_judged": {*at["cooldown_50%"], *at["muon"]} == {0},
+        "cooldown_50%_gain": lead(at["cooldown_50%"], ours),
+        "cooldown_50%_gain_holds": outcome(at["cooldown_50%"], ours) == "holds",
+        "cooldown_50%_lead": lead(at["cooldown_50%"], other),
+        "cooldown_50%_lead_holds": outcome(at["cooldown_50%"], other) == "holds",
+        "normuon_decay_50%": {f"{lr:g}": x for lr, x in grid(sweep, unfinished).items()},
+        "normuon_decay_50%_is_above_linear": sweep.best[unfinished].loss > seed_0["normuon_decay"],
     }

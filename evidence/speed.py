@@ -26,7 +26,7 @@ def _run(name: str) -> Run:
 
 
 def facts() -> Facts:
-    runs = {name: _run(name) for name in (*FILES, "eager", "edition1", "edition2")}
+    runs = {name: _run(name) for name in (*FILES, "eager", "edition1", "edition2", "edition3")}
     tflops = {name: _file(name)["operations_per_second"] / 1e12 for name in ("first", "second")}
     return {
         "step_time": runs | {"tflops": tflops} | _ranges(*(runs[n] for n in FILES)) | _goals(runs),

@@ -45,7 +45,7 @@ def full_optimizer(model: nn.Module, name: str) -> Optimizer:
     if name == "adamw":
         return torch.optim.AdamW(model.parameters(), lr=ADAMW_LR, weight_decay=0.0)
     return AngularMuown.for_model(
-        model, lr=0.01, aux_lr=ADAMW_LR, radius_lr=ADAMW_LR, blocks={"*.qkv.weight": 3}
+        model, lr=0.008, aux_lr=ADAMW_LR, radius_lr=ADAMW_LR, blocks={"*.qkv.weight": 3}
     )
 
 
@@ -55,7 +55,7 @@ def adapter_optimizer(model: nn.Module, name: str) -> Optimizer:
         return torch.optim.AdamW(trainable, lr=ADAPTER_LR, weight_decay=0.0)
     # AdamW moves a row of B, with its RANK entries, by up to ADAPTER_LR sqrt(RANK) a step.
     return AngularMuown.for_model(
-        model, lr=0.02, aux_lr=ADAPTER_LR, radius_lr=ADAPTER_LR * RANK**0.5,
+        model, lr=0.04, aux_lr=ADAPTER_LR, radius_lr=ADAPTER_LR * RANK**0.5,
         blocks={"*.qkv.lora_A.*": 1, "*.qkv.lora_B.*": 3},
     )  # fmt: skip
 

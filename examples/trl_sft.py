@@ -5,6 +5,7 @@ python examples/trl_sft.py --steps 40
 
 import argparse
 import tempfile
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -42,7 +43,7 @@ def train(
     tokenizer: PreTrainedTokenizerFast,
     texts: list[str],
     steps: int,
-    lr: float,
+    schedule: dict[str, Any],
     settings: dict[str, float],
     lora: LoraConfig | None = None,
     out: str | None = None,
@@ -50,7 +51,7 @@ def train(
 ) -> SFTTrainer:
     arguments = SFTConfig(
         out or tempfile.mkdtemp(),
-        **wsd_arguments(steps, lr=lr, warmup=0.1),
+        **schedule,
         per_device_train_batch_size=16,
         max_length=16,
         logging_steps=5,
@@ -69,7 +70,7 @@ def train(
         processing_class=tokenizer,
         peft_config=lora,
         # the Trainer wraps the model in adapters, so it has to construct the optimizer
-        optimizer_cls_and_kwargs=planned(arguments=arguments, decay_scale=5 / steps, **settings),
+        optimizer_cls_and_kwargs=planned(arguments=arguments, **settings),
     )
     trainer.train(resume_from_checkpoint=resume)
     return trainer
@@ -83,12 +84,18 @@ def main(
     others = [" ".join(text.split()[::-1]) for text in texts]  # what the base has not learnt
     tokenizer = build_tokenizer(texts)
     model = build_model(len(tokenizer))
-    full = train(model, tokenizer, texts, steps, 0.02, {})  # from scratch: aux_lr is lr
+    # From scratch: kappa falls under a constant learning rate, and aux_lr is lr.
+    constant = wsd_arguments(steps, lr=0.02, warmup=0.1)
+    full = train(model, tokenizer, texts, steps, constant, {"decay_scale": 5 / steps})
     # A row of B has RANK entries and starts at zero. AdamW would move it by up to
     # ADAPTER_LR sqrt(RANK) a step: the same bound for its length.
     lora = LoraConfig(r=RANK, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
     rates = {"aux_lr": ADAPTER_LR, "radius_lr": ADAPTER_LR * RANK**0.5}
-    return full, train(model, tokenizer, others, steps, 0.02, rates, lora, out, resume)
+    # From a checkpoint: the learning rate falls to zero, so kappa is off.
+    falling = {"learning_rate": 0.04, "lr_scheduler_type": "linear", "max_steps": steps}
+    falling["warmup_steps"] = steps // 10
+    settings = {**rates, "decay_degree": 0.0}
+    return full, train(model, tokenizer, others, steps, falling, settings, lora, out, resume)
 
 
 if __name__ == "__main__":

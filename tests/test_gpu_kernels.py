@@ -44,7 +44,8 @@ def run(
     start = [0.02 * torch.randn(g.shape, dtype=torch.float64) for g in gradients[0]]
     params = [nn.Parameter(w.to("cuda", dtype)) for w in start]
     flat = [p for p in params if p.ndim == 2]
-    groups = [{"params": flat}, {"params": [p for p in params if p.ndim > 2], "view": "stack"}]
+    stacks = [p for p in params if p.ndim > 2]
+    groups = [{"params": flat, "algorithm": "matrix"}, {"params": stacks, "view": "stack"}]
     optimizer = make([group for group in groups if group["params"]])
     if not fused:
         optimizer._update_fused = lambda batch, *_: batch.params  # type: ignore[method-assign]

@@ -76,10 +76,9 @@ def _document_for_model(
 
     model, *for_plan = signature(plan).parameters.values()
     lr = next(p for p in own if p.name == "lr")
+    # radius_lr is the member's own argument, if it has row lengths.
     planned = [p for p in for_plan if p.name != "radius_lr"]
     rest = [p for p in own if p.name not in ("self", "params", "lr")]
-    if "radius_lr" not in {p.name for p in rest}:
-        planned = for_plan
     parameters = [Parameter("cls", Parameter.POSITIONAL_OR_KEYWORD), model, lr, *planned]
     for_model.__signature__ = Signature([*parameters, *rest, *common])  # pyrefly: ignore
     if arguments and plan.__doc__:

@@ -4,7 +4,6 @@ Letters in the equations: W weight (m x n), G its gradient, M momentum with deca
 factor, s = s(m, n) the scale of a shape; g row lengths, U unit rows, r_i = <G_i, U_i>.
 """
 
-import warnings
 from collections.abc import Iterable
 from difflib import get_close_matches
 from functools import partial
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from angular_muown.docstrings import documented
 from angular_muown.engine import Engine
 from angular_muown.params.options import COMMON_DEFAULTS, CommonOptions, Group
+from angular_muown.params.plan import PLAN_ARGUMENTS
 from angular_muown.schedules import DoubleDecay, angle_degrees, inverse_polynomial
 from angular_muown.stages.charts import Flat, GainedSphere, Oblique, Sphere, WeightNorm
 from angular_muown.stages.normalize import UnitNorm
@@ -22,6 +22,7 @@ from angular_muown.stages.radius import Gains
 from angular_muown.stages.scale import none
 from angular_muown.stages.tangent import TANGENT, Constrained, Free
 from angular_muown.update import Recipe, normalize_of, polar_of, radius_of, scale_of
+from angular_muown.warn import warn
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -30,7 +31,7 @@ def _defaults(member: Engine, options: CommonOptions, **own: Any) -> dict[str, A
     """Merge a member's own values with the shared options; refuse names that are neither."""
     for name in options:
         if name not in COMMON_DEFAULTS:
-            close = get_close_matches(name, [*own, *COMMON_DEFAULTS], n=1)
+            close = get_close_matches(name, [*own, *COMMON_DEFAULTS, *PLAN_ARGUMENTS], n=1)
             raise TypeError(
                 f"{type(member).__name__}() got an unexpected keyword argument {name!r}"
                 + "".join(f"; did you mean {one!r}?" for one in close)
@@ -50,9 +51,11 @@ class AngularMuown(Engine):
         kappa_t = (1 + decay_scale (t - warmup_steps)_+)^(-decay_degree)
 
     Example:
-        >>> optimizer = AngularMuown(plan(model), lr=0.02, warmup_steps=100)
+        >>> optimizer = AngularMuown.for_model(model, lr=0.02)
+        >>> scheduler = wsd_schedule(optimizer, total_steps=10_000)
         >>> loss.backward()
         >>> optimizer.step()
+        >>> scheduler.step()
 
     Args:
         lr: the angle of a step at kappa = 1, in radians (with the "fan_ratio" scale); a float or a
@@ -128,8 +131,8 @@ class AngularMuown(Engine):
 
     def _check_schedule(self) -> None:
         """Warn once if lr falls over most of the run while kappa falls, too."""
-        falling = (g for g in self.param_groups if g["algorithm"] == "matrix" and g["decay_degree"])
-        group = next(falling, None)
+        groups = [g for g in self.param_groups if g["algorithm"] == "matrix" and g["decay_degree"]]
+        group = max(groups, key=lambda g: g["base_lr"], default=None)
         if group is None or isinstance(group["step"], Tensor) or isinstance(group["lr"], Tensor):
             return  # reading a tensor would wait for the device
         if self._double_decay is None:
@@ -140,12 +143,11 @@ class AngularMuown(Engine):
             *(step, group["warmup_steps"], group["decay_scale"], group["decay_degree"]),
         )
         if self._double_decay.notice(group["lr"], group["base_lr"], step, kappa):
-            warnings.warn(
+            warn(
                 f"lr has fallen to {group['lr']:.3g} over most of the run while kappa fell to "
                 f"{kappa():.3g}, so the angle of a step decays twice. Use wsd_schedule, which "
                 "keeps lr constant for most of the run, or switch kappa off by decay_degree=0, as "
-                "cosine_schedule and linear_schedule do, or tune lr for both: it has to be higher",
-                stacklevel=6,
+                "cosine_schedule and linear_schedule do, or tune lr for both: it has to be higher"
             )
 
     def recipe(self, group: Group) -> Recipe:
@@ -171,7 +173,7 @@ class Muown(Engine):
         g <- Adam(g, r; lr)
 
     Example:
-        >>> optimizer = Muown(plan(model), lr=4e-3)
+        >>> optimizer = Muown.for_model(model, lr=4e-3)
 
     Args:
         lr: length of a step of R in units of s Q; a float or a one-element tensor.
@@ -222,7 +224,7 @@ class NorMuown(Engine):
         g <- Adam(g, r; lr)
 
     Example:
-        >>> optimizer = NorMuown(plan(model), lr=4e-3)
+        >>> optimizer = NorMuown.for_model(model, lr=4e-3)
 
     Args:
         lr: length of a step of R in units of s Q; a float or a one-element tensor.
@@ -271,7 +273,7 @@ class Muon(Engine):
         W <- (1 - lr weight_decay) W - lr s Q
 
     Example:
-        >>> optimizer = Muon(plan(model), lr=0.02)
+        >>> optimizer = Muon.for_model(model, lr=0.02)
 
     Args:
         lr: length of a step of W in units of s Q; a float or a one-element tensor.
@@ -317,7 +319,7 @@ class NorMuon(Engine):
         W <- (1 - lr weight_decay) W - lr s Q
 
     Example:
-        >>> optimizer = NorMuon(plan(model), lr=4e-3)
+        >>> optimizer = NorMuon.for_model(model, lr=4e-3)
 
     Args:
         lr: length of a step of W in units of s Q; a float or a one-element tensor.
@@ -367,7 +369,7 @@ class Hyperball(Engine):
         W <- g unit(W - lr g unit(Q)),            unit(X) = X / |X|_F
 
     Example:
-        >>> optimizer = Hyperball(plan(model), lr=0.02)
+        >>> optimizer = Hyperball.for_model(model, lr=0.02)
 
     Args:
         lr: length of a step relative to |W|_F, whatever the shape; a float or a one-element tensor.
@@ -410,7 +412,7 @@ class MagnitudeDirection(Engine):
     paper's sphere of radius sqrt(max(m, n)); here a matrix keeps the norm that it starts with.
 
     Example:
-        >>> optimizer = MagnitudeDirection(plan(model), lr=0.02)
+        >>> optimizer = MagnitudeDirection.for_model(model, lr=0.02)
 
     Args:
         lr: relative length of a step of V (with the "aspect" scale); a float or a one-element

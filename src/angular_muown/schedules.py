@@ -97,6 +97,7 @@ def wsd_schedule(
         cooldown: length of the linear decay at the end, likewise.
     """
     steps = check_lengths(total_steps, warmup=warmup, cooldown=cooldown)
+    _switch_on_kappa(optimizer)
     _set_kappa(optimizer, warmup_steps=steps["warmup"])
     factor = partial(
         wsd,
@@ -158,6 +159,14 @@ def _falling_schedule(
     return LambdaLR(optimizer, factor)
 
 
+def _switch_on_kappa(optimizer: Optimizer) -> None:
+    """Undo what a falling schedule did to kappa, if this is another schedule's turn."""
+    usual = optimizer.defaults.get("decay_degree")
+    groups = [group for group in optimizer.param_groups if "decay_degree" in group]
+    if usual and not any(group["decay_degree"] for group in groups):
+        _set_kappa(optimizer, decay_degree=usual)
+
+
 def _set_kappa(optimizer: Optimizer, **values: float) -> None:
     """Set values of kappa in the groups that have one."""
     for group in optimizer.param_groups:
@@ -166,6 +175,8 @@ def _set_kappa(optimizer: Optimizer, **values: float) -> None:
 
 def check_lengths(total_steps: int, **lengths: float) -> dict[str, int]:
     """Return the lengths of the parts of a schedule in steps."""
+    total_steps, *parts = (_python_number(x) for x in (total_steps, *lengths.values()))
+    lengths = dict(zip(lengths, parts, strict=True))
     if not is_number(total_steps) or total_steps != int(total_steps) or total_steps < 1:
         raise ValueError(f"total_steps={total_steps!r} is not valid: it must be an integer >= 1")
     steps = {}
@@ -182,6 +193,10 @@ def check_lengths(total_steps: int, **lengths: float) -> dict[str, int]:
         sizes = " and ".join(f"{name}={lengths[name]!r} ({n} steps)" for name, n in steps.items())
         raise ValueError(f"{sizes} do not fit into total_steps={total_steps}: shorten them")
     return steps
+
+
+def _python_number(x: Any) -> Any:
+    return x.item() if type(x).__module__ == "numpy" else x
 
 
 WINDOWS = "a fraction of the steps between 0 and 1, or an integer number of steps >= 2"
@@ -233,9 +248,12 @@ def angle_degrees(lr: float, kappa: float) -> float:
 class DoubleDecay:
     """Notice a learning rate that falls over most of the run while kappa falls as well."""
 
+    LEAST_FALLS = 5  # fewer are single drops, not a schedule that falls all the way
+
     def __init__(self) -> None:
-        self.peak = 0.0
+        self.peak = self.last = 0.0
         self.left_peak: int | None = None  # the last step near the highest lr
+        self.falls = 0  # steps that lowered lr since the peak
         self.noticed = False
 
     def notice(self, lr: float, base_lr: float, step: int, kappa: Callable[[], float]) -> bool:
@@ -243,14 +261,21 @@ class DoubleDecay:
 
         Args:
             lr: of this step.
-            base_lr: the lr that the group started with, before any schedule.
+            base_lr: the lr that the group started with, before any schedule: the highest one, as
+                far as a resumed run can know.
             step: number of this step, from 0.
             kappa: returns kappa of this step; called only if lr has fallen.
         """
-        self.peak = max(self.peak, lr, base_lr)
+        if self.left_peak is None and step > 0:
+            self.peak = base_lr
+        self.falls += lr < self.last
+        self.last = lr
+        if lr > self.peak:
+            self.peak, self.falls = lr, 0
         if self.left_peak is None or lr >= 0.9 * self.peak:
             self.left_peak = step
-        if self.noticed or lr > 0.5 * self.peak or self.left_peak >= step / 2:
+        has_fallen = lr <= 0.5 * self.peak and self.falls >= self.LEAST_FALLS
+        if self.noticed or not has_fallen or self.left_peak >= step / 2:
             return False
         self.noticed = kappa() <= 0.8
         return self.noticed

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import angular_muown
-from angular_muown import AngularMuown, Engine, Muon, create, plan
+from angular_muown import AngularMuown, Engine, Muon, create, plan, wsd_schedule
 from angular_muown.optimizers import FAMILY as NAMES
 from tests.library.family import MEMBERS, WITH_RADII
 from tests.library.models import loss_of, tiny_lm
@@ -49,6 +49,8 @@ def test_radius_lr_reaches_the_matrices(member) -> None:
 def test_for_model_rejects_what_is_neither_an_option_nor_an_argument_of_plan() -> None:
     with pytest.raises(TypeError, match=r"'momentun'; did you mean 'momentum'\?"):
         AngularMuown.for_model(tiny_lm(), momentun=0.9)
+    with pytest.raises(TypeError, match=r"'block'; did you mean 'blocks'\?"):
+        AngularMuown.for_model(tiny_lm(), block=BLOCKS)
 
 
 def test_create_knows_every_member_by_name() -> None:
@@ -160,19 +162,29 @@ def test_one_cycle_cycles_the_momentum(member) -> None:
 
 
 class BiasFreeLM(nn.Module):
-    def __init__(self, vocabulary: int = 1000, width: int = 128) -> None:
+    def __init__(self, vocabulary: int = 1000, width: int = 128, layers: int = 3) -> None:
         super().__init__()
         self.wte = nn.Embedding(vocabulary, width)
-        self.up = nn.Linear(width, 4 * width, bias=False)
-        self.down = nn.Linear(4 * width, width, bias=False)
+        self.layers = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+            )
+            for _ in range(layers)
+        )
         self.lm_head = nn.Linear(width, vocabulary, bias=False)
 
 
-def warnings_of(params) -> list[str]:
+def warnings_of(call) -> list[str]:
+    """Return the messages of a call's warnings, which point to this file."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        Muon(params)
+        call()
+    assert all(warning.filename == __file__ for warning in caught)
     return [str(warning.message) for warning in caught]
+
+
+def shapes(*pairs: tuple[int, int]) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.empty(*pair)) for pair in pairs]
 
 
 @pytest.mark.parametrize(
@@ -180,12 +192,12 @@ def warnings_of(params) -> list[str]:
     [
         lambda m: m.parameters(),
         lambda m: [{"params": list(m.parameters()), "weight_decay": 0.1}],  # as some trainers do
-        lambda m: [m.up.weight, m.lm_head.weight],
-        lambda m: BiasFreeLM(30, 64).named_parameters(),  # a small vocabulary, known by name
+        lambda m: [*m.layers.parameters(), m.lm_head.weight],
+        lambda m: BiasFreeLM(30, 64, 1).named_parameters(),  # small, but known by name
     ],
 )
 def test_embeddings_among_the_matrices_warn_with_the_remedy(params) -> None:
-    (message,) = warnings_of(params(BiasFreeLM()))
+    (message,) = warnings_of(lambda: Muon(params(BiasFreeLM())))
     assert "looks like an embedding or an output head" in message
     assert "Muon.for_model(model)" in message
 
@@ -193,11 +205,43 @@ def test_embeddings_among_the_matrices_warn_with_the_remedy(params) -> None:
 @pytest.mark.parametrize(
     "params",
     [
-        lambda m: [m.up.weight, m.down.weight],
-        lambda m: [nn.Parameter(torch.zeros(1024, 128)), m.up.weight, m.down.weight],  # gate, up
-        lambda m: [nn.Parameter(torch.zeros(1024, 16)), nn.Parameter(torch.zeros(16, 512))],  # LoRA
-        lambda m: [{"params": [m.lm_head.weight], "algorithm": "matrix"}],  # declared
+        lambda m: [p for p in m.layers.parameters() if p.ndim == 2],
+        lambda m: [m.layers[0][0].weight, m.lm_head.weight],  # too few to tell
+        lambda m: shapes(*[(1024, 128), (128, 512)] * 4),  # gate and up, fused
+        lambda m: shapes(*[(1024, 128), (128, 2048)] * 4),  # LoRA of grouped values
+        lambda m: shapes(*[(512, 2048), (6144, 512), (2048, 2048)] * 4),  # latent attention
+        lambda m: shapes(*[(1160, 256), (256, 512)] * 4),  # Mamba-2
+        lambda m: shapes(*[(7 * 128, 128), (128, 5 * 128)] * 4),  # attention and MLP in parallel
+        lambda m: [{"params": [*m.parameters()], "algorithm": "matrix"}],  # declared
     ],
 )
 def test_hidden_matrices_do_not_warn(params) -> None:
-    assert warnings_of(params(BiasFreeLM())) == []
+    assert warnings_of(lambda: Muon(params(BiasFreeLM()))) == []
+
+
+@pytest.mark.parametrize(
+    "construct",
+    [
+        lambda m: plan(m),
+        lambda m: AngularMuown.for_model(m),
+        lambda m: create("angular_muown", m),
+    ],
+)
+def test_warnings_of_a_plan_point_to_the_call(construct) -> None:
+    assert len(warnings_of(lambda: construct(tiny_lm()))) == 1
+
+
+def test_a_plan_shows_learning_rates_before_the_schedule_and_no_scheduler_keys() -> None:
+    optimizer = AngularMuown.for_model(tiny_lm(), 0.02, blocks=BLOCKS, aux_lr=0.003)
+    before = str(optimizer.plan)
+    wsd_schedule(optimizer, 100, warmup=0.5)
+    lines = str(optimizer.plan).splitlines()
+    matrices = [line for line in lines if " matrix " in line]
+    assert matrices
+    assert all("0.02" in line and "warmup_steps=50" in line for line in matrices)
+    assert [x for x in lines if " adamw " in x] == [
+        x for x in before.splitlines() if " adamw " in x
+    ]
+    other = AngularMuown.for_model(tiny_lm(), 0.02, blocks=BLOCKS, aux_lr=0.003)
+    lr_scheduler.OneCycleLR(other, 0.02, total_steps=10)
+    assert "max_lr" not in str(other.plan)

@@ -4,6 +4,7 @@ import io
 import warnings
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -33,10 +34,10 @@ def matrix(**options) -> AngularMuown:
 
 
 def factors(optimizer, scheduler, steps: int) -> list[float]:
-    """Return the learning rates that the steps of a run see, relative to the first group's base."""
+    """Return the learning rates that the steps of a run see, relative to the last group's base."""
     values = []
     for t in range(steps):
-        values.append(optimizer.param_groups[0]["lr"] / scheduler.base_lrs[0])
+        values.append(optimizer.param_groups[-1]["lr"] / scheduler.base_lrs[-1])
         for group in optimizer.param_groups:
             for p in group["params"]:
                 p.grad = noise(*p.shape, seed=t, dtype=p.dtype)
@@ -129,10 +130,11 @@ def test_a_schedule_resumes_from_its_state_dict(name) -> None:
 
 
 def run(optimizer, scheduler, steps: int = 300) -> list[str]:
-    """Return the warnings of a run."""
+    """Return the warnings of a run; all of them point to the loop."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         factors(optimizer, scheduler, steps)
+    assert all(warning.filename == __file__ for warning in caught)
     return [str(warning.message) for warning in caught]
 
 
@@ -168,6 +170,55 @@ def test_other_members_and_short_runs_do_not_warn() -> None:
     assert run(muon, falling(muon)["linear"]) == []
     short = matrix()  # kappa is still at 0.96 after 40 steps
     assert run(short, lr_scheduler.LinearLR(short, 1.0, 0.001, 40), 40) == []
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda o: lr_scheduler.LinearLR(o, 0.01, 1.0, 1000),  # a warm-up longer than kappa's
+        lambda o: lr_scheduler.OneCycleLR(o, 0.02, total_steps=1000),  # in its rise
+        lambda o: lr_scheduler.StepLR(o, 100, 0.5),  # single drops
+        lambda o: lr_scheduler.LambdaLR(o, lambda t: 0.4),  # below the constructor's lr throughout
+    ],
+    ids=["warm-up", "one cycle", "steps", "constant"],
+)
+def test_learning_rates_that_do_not_fall_over_the_run_do_not_warn(schedule) -> None:
+    optimizer = matrix(decay_scale=0.01)
+    assert run(optimizer, schedule(optimizer)) == []
+
+
+def test_a_group_at_lr_zero_does_not_warn() -> None:
+    groups = [{"params": [parameter(8, 6)], "lr": 0.0}, {"params": [parameter(8, 6, seed=1)]}]
+    optimizer = AngularMuown(groups, lr=0.02, decay_scale=0.01)
+    assert run(optimizer, lr_scheduler.LambdaLR(optimizer, lambda t: 1.0)) == []
+
+
+def test_a_resumed_falling_run_warns() -> None:
+    optimizer = matrix(decay_scale=0.01)
+    scheduler = lr_scheduler.LambdaLR(optimizer, lambda t: 1 - t / 1000)
+    factors(optimizer, scheduler, 40)
+    resumed = matrix(decay_scale=0.01)
+    continued = lr_scheduler.LambdaLR(resumed, lambda t: 1 - t / 1000)
+    resumed.load_state_dict(optimizer.state_dict())
+    continued.load_state_dict(scheduler.state_dict())
+    assert len(run(resumed, continued, 700)) == 1
+
+
+def test_wsd_after_a_falling_schedule_switches_kappa_on_again() -> None:
+    optimizer = matrix(decay_degree=0.5)
+    cosine_schedule(optimizer, 100)
+    wsd_schedule(optimizer, 100)
+    assert optimizer.param_groups[0]["decay_degree"] == 0.5
+    flat = matrix(decay_degree=0.0)  # kappa = 1 on purpose
+    wsd_schedule(flat, 100)
+    assert flat.param_groups[0]["decay_degree"] == 0.0
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    one, other = matrix(), matrix()
+    ours = wsd_schedule(one, np.int64(40), warmup=np.float32(0.25), cooldown=np.int32(10))
+    plain = wsd_schedule(other, 40, warmup=0.25, cooldown=10)
+    assert factors(one, ours, 40) == factors(other, plain, 40)
 
 
 def test_a_resumed_cooldown_does_not_warn() -> None:

@@ -2,7 +2,7 @@
 
     def my_config() -> Trainer.Config:
         config = llama3_8b()
-        config.optimizer = angular_muown(lr=0.02, warmup_steps=200, aux_lr=3e-4)
+        config.optimizer = angular_muown(lr=0.02, warmup_steps=200)
         return config
 
 `plan` assigns the parameters instead of name patterns, so one optimizer holds all of them: hidden

@@ -12,7 +12,7 @@ For an Optimizer class, the Trainer groups parameters by weight decay alone, so 
 the matrix rule. It calls any other class with the model, which lets `plan` make the groups.
 """
 
-import warnings
+import inspect
 from typing import Any
 
 from torch import nn
@@ -20,6 +20,7 @@ from torch import nn
 from angular_muown.engine import Engine
 from angular_muown.optimizers import AngularMuown
 from angular_muown.schedules import check_lengths
+from angular_muown.warn import warn
 
 
 class PlannedOptimizer:
@@ -48,7 +49,9 @@ def planned(
         settings: arguments of `for_model`, such as lr, aux_lr, blocks or momentum.
     """
     if arguments is not None:
-        settings = {**_from_arguments(arguments), **settings}
+        taken = inspect.signature(optimizer.for_model).parameters  # not every member has kappa
+        values = {key: x for key, x in _from_arguments(arguments).items() if key in taken}
+        settings = {**values, **settings}
         _warn_about_unused(arguments, settings)
     return PlannedOptimizer, {"optimizer": optimizer, **settings}
 
@@ -66,20 +69,16 @@ def _from_arguments(arguments: Any) -> dict[str, Any]:
 
 def _warn_about_unused(arguments: Any, settings: dict[str, Any]) -> None:
     if arguments.learning_rate != settings["lr"]:
-        warnings.warn(
+        warn(
             f"TrainingArguments.learning_rate={arguments.learning_rate!r} is not used: "
             f"lr={settings['lr']!r} is; set both to the same value, or leave out lr",
-            UserWarning,
-            stacklevel=3,
         )
     decays = {"weight_decay", "aux_weight_decay"} & settings.keys()
     if arguments.weight_decay and not decays:
-        warnings.warn(
+        warn(
             f"TrainingArguments.weight_decay={arguments.weight_decay!r} is not used: pass "
             "aux_weight_decay=... for the parameters of AdamW, weight_decay=... for the lengths of "
             "the matrices' rows",
-            UserWarning,
-            stacklevel=3,
         )
 
 

@@ -10,7 +10,6 @@ units, each with its part of every block in turn, such as q, k and v of one head
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
@@ -64,6 +63,10 @@ def vector_axes(name: str) -> tuple[bool, bool]:
     "column_..." has one entry per column, "matrix_..." one per matrix, any other name one per row.
     """
     return not name.startswith(("column_", "matrix_")), name.startswith("column_")
+
+
+def _by_row(name: str | None) -> bool:
+    return name is None or vector_axes(name)[0]
 
 
 def block_sizes(total: int, cut: Cut) -> list[int]:
@@ -167,13 +170,37 @@ class Layout:
         These are views, unless the rows of the blocks alternate. With a window, t holds only that
         part of the matrices. Its cuts may then be empty.
         """
-        return self.split(self.in_order(t, None, window), None, window)
+        return self.split(self.in_order(t, None, self.order(t, window)), None, window)
 
     def cut_vector(self, t: Tensor, name: str = "", window: Slice2D | None = None) -> list[Tensor]:
-        """Cut a state vector the same way."""
-        return self.split(self.in_order(t, name, window), name, window)
+        """Cut a state vector of a parameter whose blocks do not alternate, likewise."""
+        return self.split(self.in_order(t, name, None), name, window)
 
-    def in_order(self, t: Tensor, name: str | None, window: Slice2D | None = None) -> Tensor:
+    def order(self, t: Tensor, window: Slice2D | None = None) -> Tensor | None:
+        """Return the rows of a parameter block by block; None if that is how they are stored.
+
+        Args:
+            t: the parameter, or the part of it that the window describes.
+            window: the part of the matrices that t holds; None is all of them.
+        """
+        if self.interleaved == 1:
+            return None
+        if window is None:
+            _, m, n = self.canonical(torch.empty(t.shape, device="meta")).shape
+            window = Slice2D((0, m), (0, n), m, n)
+        rows = []
+        for block in self._row_blocks(window):
+            start, stop = window.of_block(block).rows
+            k = torch.arange(start, stop, device=t.device)
+            size = block.rows[1] - block.rows[0]
+            rows.append(k // size * block.period + k % size + block.rows[0] - window.rows[0])
+        return torch.cat(rows)
+
+    def _row_blocks(self, window: Slice2D) -> list[Slice2D]:
+        """Return the first block of each row of blocks."""
+        return self.grid(window.m, window.n)[:: len(block_sizes(window.n, self.column_blocks))]
+
+    def in_order(self, t: Tensor, name: str | None, order: Tensor | None) -> Tensor:
         """Return t as (count, m, n) with the rows of each block together.
 
         It is a view of t, and a copy if the rows of the blocks alternate.
@@ -181,28 +208,20 @@ class Layout:
         Args:
             t: a tensor with the parameter's shape, or a state vector of the parameter.
             name: of the state vector; None if t has the parameter's shape.
-            window: the part of the matrices that t holds; None is all of them.
+            order: what `order` returned for the parameter.
         """
         X = self._matrices(t, name)
-        return X if self.interleaved == 1 else X.index_select(1, self._order(X, name, window))
+        return X if order is None or not _by_row(name) else X.index_select(1, order)
 
-    def store(self, X: Tensor, t: Tensor, name: str | None, window: Slice2D | None = None) -> None:
+    def store(self, X: Tensor, t: Tensor, name: str | None, order: Tensor) -> None:
         """Write to t what `in_order` copied from it."""
-        target = self._matrices(t, name)
-        target.index_copy_(1, self._order(target, name, window), X)
+        if _by_row(name):  # otherwise X is t
+            self._matrices(t, name).index_copy_(1, order, X)
 
     def _matrices(self, t: Tensor, name: str | None) -> Tensor:
         if name is None:
             return self.canonical(t)
         return t.unsqueeze(0) if t.ndim == 2 else t.flatten(0, -3)
-
-    def _order(self, X: Tensor, name: str | None, window: Slice2D | None) -> Tensor:
-        """Return the rows of X, block by block."""
-        by_row = name is None or vector_axes(name)[0]
-        if not by_row:
-            return torch.arange(X.shape[1], device=X.device)
-        rows, m = (window.rows, window.m) if window is not None else ((0, X.shape[1]), X.shape[1])
-        return _rows_by_block(self, rows, m, X.device)
 
     def split(self, X: Tensor, name: str | None, window: Slice2D | None = None) -> list[Tensor]:
         """Split what `in_order` returned into its matrices, as views.
@@ -230,8 +249,7 @@ class Layout:
 
     def _rows_within(self, window: Slice2D) -> list[int]:
         """Return how many rows of each block lie in the window."""
-        blocks = self.grid(window.m, window.n)[:: len(block_sizes(window.n, self.column_blocks))]
-        intervals = [window.of_block(block).rows for block in blocks]
+        intervals = [window.of_block(block).rows for block in self._row_blocks(window)]
         return [stop - start for start, stop in intervals]
 
     def vector_shape(
@@ -267,12 +285,3 @@ class Layout:
                 f"{self.interleaved} units"
             )
         return rows, block_sizes(n, self.column_blocks)
-
-
-@lru_cache(maxsize=1024)
-def _rows_by_block(layout: Layout, rows: Interval, m: int, device: torch.device) -> Tensor:
-    """Return the rows of a range of an m-row matrix in the order of the blocks, from 0."""
-    position = torch.arange(*rows) % (m // layout.interleaved)
-    ends = torch.tensor([size // layout.interleaved for size in block_sizes(m, layout.blocks)])
-    block = torch.bucketize(position, ends.cumsum(0), right=True)
-    return block.argsort(stable=True).to(device)

@@ -1,6 +1,5 @@
 """Load a state dict: check all of it before replacing anything, and skip the base class's casts."""
 
-import warnings
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from angular_muown.params.options import (
 )
 from angular_muown.schedules import is_number
 from angular_muown.update import Recipe
+from angular_muown.warn import warn
 
 StateDict = dict[str, Any]
 SavedGroup = dict[str, Any]
@@ -99,7 +99,7 @@ def load_checked(optimizer: Any, load: Callable[[StateDict], None], state_dict: 
         before.remove()
         after.remove()
     for message in contents[-1].warnings:
-        warnings.warn(message, stacklevel=3)
+        warn(message)
 
 
 def read(optimizer: LoadTarget, state_dict: StateDict) -> Contents:
@@ -248,7 +248,7 @@ def _check_meaning(optimizer: LoadTarget, saved_groups: list[SavedGroup]) -> Non
 
 
 def _meaning(value: Any) -> Any:
-    """Return a value that is equal for settings that mean the same: one block is no cut."""
+    """Return a value that is equal for equal cuts: one block leaves a matrix whole."""
     return list(value) if isinstance(value, tuple) else None if value == 1 else value
 
 

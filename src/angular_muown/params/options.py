@@ -3,7 +3,7 @@
 An error names the key or the parameter, shows the value and states what is valid.
 """
 
-import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from math import inf, isfinite
@@ -21,6 +21,7 @@ from angular_muown.stages.orthogonalize import ORTHOGONALIZERS
 from angular_muown.stages.radius import RADII
 from angular_muown.stages.scale import SCALES
 from angular_muown.stages.tangent import TANGENT
+from angular_muown.warn import warn
 
 
 class CommonOptions(TypedDict, total=False):
@@ -325,6 +326,15 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
+# What a plan shows of a group: options of the method, not the clocks and keys of frameworks.
+_HIDDEN = ("lr", "algorithm", "step", "averaged", "base_lr")
+_ADAMW = ("weight_decay", "betas", "eps", "maximize", "average", *ADAMW_KEYS)
+SHOWN_KEYS = {
+    "matrix": frozenset(RULES).difference(_HIDDEN, ADAMW_KEYS),
+    "adamw": frozenset(_ADAMW),
+}
+
+
 def check_not_model(params: Any, family: str) -> None:
     if isinstance(params, nn.Module):
         raise TypeError(
@@ -333,19 +343,25 @@ def check_not_model(params: Any, family: str) -> None:
 
 
 def changed_settings(group: Values, defaults: Values) -> dict[str, Any]:
-    """Return what a group sets differently from the defaults, and what every reader looks for."""
-    hidden = (*PARAMETER_KEYS, *CHANGING_KEYS, "family", "base_lr", "initial_lr")
+    """Return what a group sets differently from the defaults, and what every reader looks for.
+
+    The learning rate is the one before any schedule. What schedulers keep in a group is left out,
+    and so is what AdamW does not use.
+    """
+    lr = group.get("initial_lr", group.get("lr"))
+    always = {"algorithm": group.get("algorithm"), "lr": lr}
     changed = {
         key: value
         for key, value in group.items()
-        if key not in hidden and not (key in defaults and _key(defaults[key]) == _key(value))
+        if key in SHOWN_KEYS[group.get("algorithm", "matrix")]
+        and not (key in defaults and _key(defaults[key]) == _key(value))
     }
-    return {key: group[key] for key in ("algorithm", "lr") if key in group} | changed
+    return {key: value for key, value in always.items() if value is not None} | changed
 
 
 # A vocabulary has several times more rows than columns, and no layer that reads its rows.
 VOCABULARY_RATIO = 3.5
-LEAST_WIDTH = 128  # a narrower matrix may be half of a LoRA adapter
+LEAST_LAYERS = 3  # a shape that each of them has is not an embedding's
 DECLARING_KEYS = ("algorithm", "view", "transposed", "blocks", "column_blocks", "interleaved")
 
 
@@ -358,20 +374,25 @@ def warn_if_unsorted(group: Values, family: str) -> None:
         return
     named = [x if isinstance(x, tuple) and len(x) == 2 else ("", x) for x in group["params"]]
     pairs = [(name, p) for name, p in named if isinstance(p, Tensor) and p.ndim == 2]
-    read = {p.shape[1] for _, p in pairs}
+    counts = Counter(p.shape for _, p in pairs)
     for name, p in pairs:
-        rows, columns = p.shape
-        fed = any(rows % k == 0 and rows // k in read for k in (1, 2, 3))  # 2, 3: fused layers
-        tall = columns >= LEAST_WIDTH and rows >= VOCABULARY_RATIO * columns and not fed
-        if tall or is_embedding_or_head(name):
+        if is_embedding_or_head(name) or _is_vocabulary(p.shape, counts):
             label = f"{name!r} " if name else ""
-            warnings.warn(
-                f"{family} got a parameter {label}of shape {rows} x {columns} that looks like an "
-                f"embedding or an output head, which belong to AdamW: use {family}.for_model("
-                "model), or declare the group with algorithm='adamw' or algorithm='matrix'",
-                stacklevel=5,
+            warn(
+                f"{family} got a parameter {label}of shape {p.shape[0]} x {p.shape[1]} that looks "
+                "like an embedding or an output head, which belong to AdamW: use "
+                f"{family}.for_model(model), or declare the group with algorithm='adamw' or "
+                "algorithm='matrix'"
             )
             return
+
+
+def _is_vocabulary(shape: torch.Size, counts: Mapping[torch.Size, int]) -> bool:
+    """True for a tall shape that occurs once or twice in a model of several layers."""
+    rows, columns = shape
+    fed = any(rows == k * other[1] for other in counts for k in (1, 2, 3))  # 2, 3: fused layers
+    in_layers = max(counts.values()) >= LEAST_LAYERS > counts[shape]
+    return rows >= VOCABULARY_RATIO * columns and in_layers and not fed
 
 
 def check_keys(group: Values, defaults: Mapping[str, Any], family: str) -> None:

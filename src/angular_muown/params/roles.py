@@ -5,7 +5,6 @@ weights, without importing those libraries.
 """
 
 import re
-import warnings
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from angular_muown.params.fused_layouts import FUSED_LAYOUTS, Layouts, Values, find_layout
 from angular_muown.params.layout import Layout
 from angular_muown.params.wrappers import bare_modules, bare_parameters, is_a, unwrap
+from angular_muown.warn import warn
 
 V = TypeVar("V")
 
@@ -362,13 +362,12 @@ FUSED_NAMES = re.compile(
 Groups = Iterable[Mapping[str, Any]]
 
 
-def warn_if_fused(groups: Groups, declared: Collection[str] = (), *, stacklevel: int = 3) -> None:
+def warn_if_fused(groups: Groups, declared: Collection[str] = ()) -> None:
     """Warn about matrices that have the name of a fused layer and are not cut.
 
     Args:
         groups: param groups with (name, parameter) pairs, such as a Plan.
         declared: names of the parameters whose blocks the caller declared, even as 1.
-        stacklevel: as in warnings.warn; 3 is the caller of this function's caller.
     """
     whole = [
         name
@@ -377,16 +376,14 @@ def warn_if_fused(groups: Groups, declared: Collection[str] = (), *, stacklevel:
     ]
     if whole:
         example = {pattern: _usual_blocks(pattern) for pattern in collapse(whole)}
-        warnings.warn(
+        warn(
             f"{', '.join(example)}: a layer of this name usually fuses several matrices (q, k, v; "
             "gate, up), but it is stepped as one. Declare its row blocks or their sizes, such as "
             f"blocks={example}, and interleaved= if their rows alternate. 1 keeps it whole",
-            UserWarning,
-            stacklevel=stacklevel,
         )
 
 
-def warn_if_one_row(groups: Groups, declared: Collection[str] = (), *, stacklevel: int = 3) -> None:
+def warn_if_one_row(groups: Groups, declared: Collection[str] = ()) -> None:
     """Warn about matrices with one row, except those that the caller declared as matrices."""
     single = [
         name
@@ -395,11 +392,9 @@ def warn_if_one_row(groups: Groups, declared: Collection[str] = (), *, stackleve
     ]
     if single:
         patterns = collapse(single)
-        warnings.warn(
+        warn(
             f"{', '.join(patterns)}: has one row, so there is nothing to orthogonalize. Send it to "
             f"AdamW with adamw={patterns}, or keep it with matrix={patterns}",
-            UserWarning,
-            stacklevel=stacklevel,
         )
 
 

@@ -145,11 +145,12 @@ class OpenParameter:
     working: Tensor = field(init=False)
     momentum: Tensor = field(init=False)
     # copies with the rows of each block together, their originals and names, to be stored back
-    copies: list[tuple[Tensor, Tensor, str | None]] = field(init=False)
+    copies: list[tuple[Tensor, Tensor, str | None]] = field(default_factory=list, init=False)
+    order: Tensor | None = field(init=False)  # of the rows, if those of the blocks alternate
 
     def __post_init__(self) -> None:
-        self.copies = []
         p = local(self.parameter)
+        self.order = self.layout.order(p, self._window)
         self.momentum = local(self.state["momentum_buffer"])
         if "master" in self.state:
             master = local(self.state["master"])
@@ -181,7 +182,8 @@ class OpenParameter:
         window = self._window
         cut_vectors = [self._cut(local(self.state[name]), name) for name in state_names]
         grid = self.layout.grid(window.m, window.n) if window is not None else []
-        gradients = self.layout.cut(local_gradient(self.parameter), window)
+        G = self.layout.in_order(local_gradient(self.parameter), None, self.order)
+        gradients = self.layout.split(G, None, window)
         cuts = (self._cut(self.working), gradients, self._cut(self.momentum))
         for i, (W, G, M) in enumerate(zip(*cuts, strict=True)):
             state = {name: parts[i] for name, parts in zip(state_names, cut_vectors, strict=True)}
@@ -193,16 +195,16 @@ class OpenParameter:
 
     def _cut(self, t: Tensor, name: str | None = None) -> list[Tensor]:
         """Cut a tensor that the step writes to."""
-        X = self.layout.in_order(t, name, self._window)
-        if self.layout.interleaved > 1:
+        X = self.layout.in_order(t, name, self.order)
+        if self.order is not None:
             self.copies.append((X, t, name))
         return self.layout.split(X, name, self._window)
 
     def close(self) -> None:
         """Copy back what the step computed outside the parameter and its state."""
-        if self.parameter.grad is not None:
+        if self.order is not None and self.parameter.grad is not None:
             for X, t, name in self.copies:
-                self.layout.store(X, t, name, self._window)
+                self.layout.store(X, t, name, self.order)
         names = [("momentum_buffer", self.momentum)]
         if "master" in self.state:
             names.append(("master", self.working))

@@ -19,8 +19,6 @@ WRAPPERS = {
         "_checkpoint_wrapped_module"
     ),
 }
-# Attributes that no other module uses: they can be dropped without knowing the module.
-PRIVATE = frozenset(("_orig_mod", "_checkpoint_wrapped_module"))
 
 
 def is_a(module: nn.Module, name: str) -> bool:
@@ -33,23 +31,6 @@ def unwrap(model: nn.Module) -> nn.Module:
     while (attribute := _wrapped_attribute(model)) is not None:
         model = getattr(model, attribute)
     return model
-
-
-def bare_name(name: str, model: nn.Module | None = None) -> str:
-    """Return a parameter's or module's name without the prefixes that wrappers add.
-
-    Args:
-        name: the name in `model`.
-        model: the model that has the name; needed only to drop the `module` of a
-            DistributedDataParallel or DataParallel inside the model.
-    """
-    kept: list[str] = []
-    for part in name.split("."):
-        if part not in PRIVATE and (model is None or part != _wrapped_attribute(model)):
-            kept.append(part)
-        model = getattr(model, part, None) if model is not None else None
-        model = model if isinstance(model, nn.Module) else None
-    return ".".join(kept)
 
 
 def bare_modules(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -20,7 +21,7 @@ from pyarrow import parquet
 from angular_lab.data.corpus import documents, hf_documents, stdlib_documents
 
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
-    "": bytes, ".xz": lzma.compress, ".gz": gzip.compress, ".bz2": bz2.compress,
+    "": bytes, ".xz": lzma.compress, ".gz": partial(gzip.compress, mtime=0), ".bz2": bz2.compress,
     ".zst": zstandard.compress,
 }  # fmt: skip
 KINDS = [base + suffix for base in (".txt", ".jsonl") for suffix in COMPRESS] + [".parquet"]

@@ -499,3 +499,19 @@ def test_momentum_saved_in_float16_is_loaded_in_float32() -> None:
     buffers = [opt.state[p]["momentum_buffer"] for p in params if "momentum_buffer" in opt.state[p]]
     assert {buffer.dtype for buffer in buffers} == {torch.float32}
     assert {group["state_dtype"] for group in opt.param_groups} == {None}
+
+
+def test_one_block_is_no_cut_but_another_cut_is_refused() -> None:
+    def optimizer(**cut):
+        return AngularMuown([{"params": [parameter(12, 4)], **cut}])
+
+    whole = optimizer().state_dict()
+    optimizer(blocks=1).load_state_dict(whole)
+    optimizer(blocks=1, interleaved=1).load_state_dict(whole)
+    with pytest.raises(ValueError, match=r"saved with blocks=None, but has blocks=3"):
+        optimizer(blocks=3).load_state_dict(whole)
+    cut = optimizer(blocks=3).state_dict()
+    with pytest.raises(ValueError, match=r"saved with interleaved=None, but has interleaved=2"):
+        optimizer(blocks=3, interleaved=2).load_state_dict(cut)
+    both = optimizer(blocks=3, interleaved=2).state_dict()
+    optimizer(blocks=3, interleaved=2).load_state_dict(both)

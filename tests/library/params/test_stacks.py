@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from angular_muown import engine
+from angular_muown import AngularMuown, engine
 from angular_muown.params import stacks
 from angular_muown.params.layout import Layout, Slice2D, block_sizes
 from tests.library.family import FAMILY, noise, parameter, pull, run
@@ -88,6 +88,17 @@ def test_interleaved_blocks_step_like_contiguous_ones_bit_for_bit(
         one.step()
         other.step()
     assert torch.equal(p.detach().index_select(dim, order), q.detach())
+
+
+def test_an_interleaving_that_does_not_fit_is_refused_also_after_construction() -> None:
+    with pytest.raises(ValueError, match="do not all divide into interleaved=5 units"):
+        AngularMuown([{"params": [parameter(12, 4)], "blocks": 3, "interleaved": 5}])
+    optimizer = AngularMuown([{"params": [parameter(12, 4)], "blocks": 3, "interleaved": 2}])
+    optimizer.param_groups[0]["interleaved"] = 5
+    (p,) = optimizer.param_groups[0]["params"]
+    p.grad = noise(12, 4, seed=0)
+    with pytest.raises(ValueError, match="do not all divide into interleaved=5 units"):
+        optimizer.step()
 
 
 @given(

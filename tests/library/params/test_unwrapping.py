@@ -18,7 +18,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from angular_muown import AngularMuown, plan
 from angular_muown.params.roles import hidden_matrices
-from angular_muown.params.wrappers import bare_name, bare_parameters, unwrap
+from angular_muown.params.wrappers import bare_parameters, unwrap
 from tests.library.models import BLOCKS, tiny_lm
 
 
@@ -130,16 +130,12 @@ def test_bare_names_are_those_of_the_bare_model(name, wrapping) -> None:
     expected = [key for key, _ in bare.named_parameters()]
     model = WRAPPINGS[wrapping](bare)
     assert [key for key, _ in bare_parameters(model)] == expected
-    assert [bare_name(key, model) for key, _ in model.named_parameters()] == expected
 
 
 def test_names_of_modules_called_module_are_kept() -> None:
     model = nn.ModuleDict({"module": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
     expected = ["module.weight", "module.bias", "head.weight", "head.bias"]
     assert [name for name, _ in bare_parameters(DistributedDataParallel(model))] == expected
-    assert bare_name("module.weight") == "module.weight"
-    assert bare_name("module.module.weight", DistributedDataParallel(model)) == "module.weight"
-    assert bare_name("_orig_mod.layers.0._checkpoint_wrapped_module.w") == "layers.0.w"
 
 
 def test_unwrap_returns_the_bare_model() -> None:

@@ -1,13 +1,13 @@
 """AngularMuown for megatron-core's tensor-parallel weights.
 
     # megatron-core >= 0.19, which has an optimizer registry
-    register(aux_lr=2e-3, warmup_steps=200)
+    register(warmup_steps=200)
     values = {"lr": 0.02, "weight_decay": 0.0, "adam_beta2": 0.95}  # Megatron has other defaults
     config = OptimizerConfig(optimizer="angular_muown", **values)
     optimizer = get_megatron_optimizer(config, [model])
 
     # megatron-core < 0.19
-    optimizer = get_angular_muown_optimizer(OptimizerConfig(**values), [model], aux_lr=2e-3)
+    optimizer = get_angular_muown_optimizer(OptimizerConfig(**values), [model])
 
 AngularMuown steps the hidden matrices. Megatron's Adam steps embeddings, output layer, norms,
 biases and routers. Importing this module does not import Megatron; calling these functions does.
