@@ -59,6 +59,11 @@ def test_commands_of_the_workflow_exist() -> None:
         assert re.search(rf"^{target}:", MAKEFILE, flags=re.MULTILINE), f"make {target}"
 
 
+def test_code_of_the_workflow_runs() -> None:
+    (code,) = re.findall(r'python -c "(.*?)"', "\n".join(_commands()), flags=re.DOTALL)
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
 def test_supported_versions_are_tested() -> None:
     """The workflow runs every Python of the classifiers and the lowest torch that is declared."""
     tested = set(WORKFLOW["jobs"]["test"]["strategy"]["matrix"]["python"])

@@ -24,7 +24,7 @@ import torch  # warns that it has no numpy
 warnings.simplefilter("error")
 import angular_muown
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-optimizer = angular_muown.AngularMuown(angular_muown.plan(model), lr=0.02)
+optimizer = angular_muown.AngularMuown.for_model(model, lr=0.02, head=None)
 before = model[0].weight.detach().clone()
 model(torch.ones(2, 8)).square().mean().backward()
 optimizer.step()
