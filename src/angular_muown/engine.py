@@ -41,6 +41,7 @@ from angular_muown.params.state import (
 )
 from angular_muown.stages.context import State
 from angular_muown.update import Observer, Recipe, update_alone
+from angular_muown.warn import warn
 
 if TYPE_CHECKING:  # slow to import: imported where needed
     from angular_muown.distributed.assignment import ExchangePlan
@@ -265,6 +266,12 @@ class Engine(torch.optim.Optimizer):
             self._open(batch, [p for i in batch.indices for p in active[i]])
         if is_probe:
             return None
+        if not any(active) and not any(float(group["step"]) for group in groups):
+            warn(
+                "no parameter of this optimizer has a gradient: if the model was sharded, wrapped "
+                "or given adapters after the optimizer was constructed, construct it again; "
+                "otherwise call backward() before step()"
+            )
         counts = self._groups_that_count(active, shared)
         exchanges = []
         if shared:

@@ -27,11 +27,16 @@ from angular_muown.warn import warn
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 
+# AngularMuown's lr is an angle in radians; runs here and in the paper have 0.002 to 0.08.
+LEAST_USUAL_LR = 5e-4
+
+
 def _defaults(member: Engine, options: CommonOptions, **own: Any) -> dict[str, Any]:
     """Merge a member's own values with the shared options; refuse names that are neither."""
     for name in options:
         if name not in COMMON_DEFAULTS:
             close = get_close_matches(name, [*own, *COMMON_DEFAULTS, *PLAN_ARGUMENTS], n=1)
+            close = ["lr"] if name == "learning_rate" else close
             raise TypeError(
                 f"{type(member).__name__}() got an unexpected keyword argument {name!r}"
                 + "".join(f"; did you mean {one!r}?" for one in close)
@@ -106,6 +111,12 @@ class AngularMuown(Engine):
             weight_decay=weight_decay,
         )
         super().__init__(params, values)
+        if not isinstance(lr, Tensor) and scale == "fan_ratio" and 0 < lr < LEAST_USUAL_LR:
+            warn(
+                f"lr={lr:g} turns a row by {angle_degrees(lr, 1.0):.2g} degrees per step, which is "
+                "far less than usual: AdamW's learning rates do not apply to the matrices; start "
+                "at 0.02, and pass yours as aux_lr if the weights come from a checkpoint"
+            )
 
     def kappa(self, group: Group) -> float | Tensor:
         """Return the angular multiplier of the next step of a group.

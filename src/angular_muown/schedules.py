@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from angular_muown.warn import warn
+
 
 @overload
 def inverse_polynomial(step: int, warmup_steps: int, scale: float, degree: float) -> float: ...
@@ -100,6 +102,7 @@ def wsd_schedule(
     _switch_on_kappa(optimizer)
     _set_kappa(optimizer, warmup_steps=steps["warmup"])
     factor = partial(
+        _within_run,
         wsd,
         total_steps=total_steps,
         warmup_steps=steps["warmup"],
@@ -153,10 +156,20 @@ def _falling_schedule(
     if not is_number(floor) or not 0 <= floor <= 1:
         raise ValueError(f"floor={floor!r} is not valid: it must be a number from 0 to 1")
     _set_kappa(optimizer, warmup_steps=steps["warmup"], decay_degree=0.0)
-    factor = partial(
-        factor, total_steps=total_steps, warmup_steps=steps["warmup"], floor=float(floor)
-    )
-    return LambdaLR(optimizer, factor)
+    length = {"total_steps": total_steps, "warmup_steps": steps["warmup"]}
+    return LambdaLR(optimizer, partial(_within_run, factor, **length, floor=float(floor)))
+
+
+def _within_run(
+    factor: Callable[..., float], step: int, *, total_steps: int, **lengths: Any
+) -> float:
+    """Return the factor of a step; warn if the run is longer than its schedule."""
+    if step > total_steps:
+        warn(
+            f"the schedule ended after total_steps={total_steps}, but scheduler.step() was called "
+            f"{step} times: count optimizer steps, over all epochs, and pass their number"
+        )
+    return factor(step, total_steps=total_steps, **lengths)
 
 
 def _switch_on_kappa(optimizer: Optimizer) -> None:

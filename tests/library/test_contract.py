@@ -98,7 +98,8 @@ def test_a_parameter_without_a_gradient_keeps_its_weight_and_state(optimizer) ->
 @pytest.mark.parametrize("optimizer", FAMILY)
 def test_a_group_without_any_gradient_does_not_count_a_step(optimizer) -> None:
     _, opt = make(optimizer)
-    opt.step()
+    with pytest.warns(UserWarning, match="no parameter of this optimizer has a gradient"):
+        opt.step()
     assert [g["step"] for g in opt.param_groups] == [0] * len(opt.param_groups)
     assert not opt.state
 

@@ -53,6 +53,22 @@ def test_for_model_rejects_what_is_neither_an_option_nor_an_argument_of_plan() -
         AngularMuown.for_model(tiny_lm(), block=BLOCKS)
 
 
+@pytest.mark.parametrize("lr", [5e-5, 3e-4])
+def test_a_learning_rate_of_adamw_warns(lr) -> None:
+    with pytest.warns(UserWarning, match=r"AdamW's learning rates do not apply to the matrices"):
+        AngularMuown.for_model(tiny_lm(), lr)
+    assert warnings_of(lambda: Muon.for_model(tiny_lm(), lr, blocks=BLOCKS)) == []
+
+
+def test_parameters_instead_of_a_model_are_rejected() -> None:
+    with pytest.raises(TypeError, match=r"pass the model, not its parameters"):
+        AngularMuown.for_model(tiny_lm().parameters())
+    with pytest.raises(ValueError, match=r"is not a matrix: use AngularMuown.for_model\(model\)"):
+        AngularMuown(tiny_lm().parameters())
+    with pytest.raises(TypeError, match=r"did you mean 'lr'\?"):
+        AngularMuown.for_model(tiny_lm(), learning_rate=0.02)
+
+
 def test_create_knows_every_member_by_name() -> None:
     public = {getattr(angular_muown, name) for name in angular_muown.__all__}
     members = {x for x in public if isinstance(x, type) and issubclass(x, Engine)} - {Engine}
@@ -81,6 +97,17 @@ def test_the_plan_of_an_optimizer_says_what_happens_to_each_parameter() -> None:
     assert "0.02" in qkv
     assert "lr 0.003" in text.splitlines()[-1]
     assert "step=" not in text
+
+
+def test_a_plan_prints_readably_also_in_a_notebook() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 5))
+    optimizer = AngularMuown.for_model(model, head="1.*")
+    text = repr(optimizer.plan)
+    assert text == str(optimizer.plan)
+    assert "0.weight" in text
+    assert "*" not in text  # it stands for a layer's number where several lines are one
+    assert "matrix: 1 parameter, 16 elements" in text
+    assert "KiB of state" in text
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
@@ -143,7 +170,9 @@ def test_fused_and_foreach_together_are_rejected() -> None:
 
 @pytest.mark.parametrize("member", MEMBERS, ids=lambda m: m.__name__)
 def test_one_cycle_cycles_the_momentum(member) -> None:
-    optimizer = member.for_model(tiny_lm(), blocks=BLOCKS)
+    model = tiny_lm()
+    optimizer = member.for_model(model, blocks=BLOCKS)
+    loss_of(model).backward()
     scheduler = lr_scheduler.OneCycleLR(
         optimizer, 0.02, total_steps=10, base_momentum=0.8, max_momentum=0.9
     )

@@ -126,6 +126,15 @@ def test_a_schedule_resumes_from_its_state_dict(name) -> None:
     assert factors(fresh, continued, 20) == first[10:]
 
 
+def test_more_steps_than_the_schedule_has_warn() -> None:
+    optimizer = matrix()
+    scheduler = wsd_schedule(optimizer, 10)
+    assert run(optimizer, scheduler, 10) == []
+    messages = run(optimizer, scheduler, 2)
+    assert len(messages) == 2
+    assert "ended after total_steps=10, but scheduler.step() was called 11 times" in messages[0]
+
+
 # --- kappa and a falling learning rate ---
 
 

@@ -48,6 +48,11 @@ def planned(
         arguments: the TrainingArguments of the Trainer.
         settings: arguments of `for_model`, such as lr, aux_lr, blocks or momentum.
     """
+    if not isinstance(optimizer, type):
+        raise TypeError(
+            f"optimizer={optimizer!r} is not a member of the family: pass TrainingArguments by "
+            "name, planned(arguments=...)"
+        )
     if arguments is not None:
         taken = inspect.signature(optimizer.for_model).parameters  # not every member has kappa
         values = {key: x for key, x in _from_arguments(arguments).items() if key in taken}

@@ -73,12 +73,14 @@ def block_sizes(total: int, cut: Cut) -> list[int]:
     """Return the sizes of the blocks that `total` rows (columns) are cut into."""
     if isinstance(cut, int):
         if cut < 1 or total % cut:
-            raise ValueError(f"{total} does not divide into {cut} equal blocks")
+            raise ValueError(
+                f"has a side of {total}, which does not divide into {cut} equal blocks"
+            )
         return [total // cut] * cut
     if min(cut, default=0) < 1:
-        raise ValueError(f"block sizes {list(cut)} must all be at least 1")
+        raise ValueError(f"has block sizes {list(cut)}, which must all be at least 1")
     if sum(cut) != total:
-        raise ValueError(f"block sizes {list(cut)} add up to {sum(cut)}, not {total}")
+        raise ValueError(f"has block sizes {list(cut)}, which add up to {sum(cut)}, not {total}")
     return list(cut)
 
 

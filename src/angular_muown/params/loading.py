@@ -139,7 +139,7 @@ def _check_structure(optimizer: LoadTarget, state_dict: StateDict) -> None:
     if len(saved_groups) != len(groups):
         raise ValueError(
             f"param_groups of the state dict has {len(saved_groups)} group(s), but the optimizer "
-            f"has {len(groups)}: {ADVICE}"
+            f"has {len(groups)}{_first_difference(groups, saved_groups)}: {ADVICE}"
         )
     owners: dict[Any, Tensor] = {}
     for i, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
@@ -154,6 +154,23 @@ def _check_structure(optimizer: LoadTarget, state_dict: StateDict) -> None:
                 )
         if "param_names" in saved:
             _list_of(saved, i, "param_names", len(group["params"]))
+
+
+def _first_difference(groups: list[Group], saved_groups: list[Any]) -> str:
+    """Return the first parameter that was saved with another rule or cut, for an error message."""
+    saved_by_name = {
+        name: saved
+        for saved in saved_groups
+        if isinstance(saved, dict)
+        for name in saved.get("param_names", ())
+    }
+    for i, group in enumerate(groups):
+        for name in parameter_names(group, i):
+            for key in MEANING_KEYS if name in saved_by_name else ():
+                current, saved = (_meaning(g.get(key)) for g in (group, saved_by_name[name]))
+                if current != saved:
+                    return f" ({name!r} was saved with {key}={saved!r} and has {current!r} here)"
+    return ""
 
 
 def _list_of(saved: Values, index: int, key: str, count: int) -> list[Any]:

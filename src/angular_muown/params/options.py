@@ -557,8 +557,8 @@ def check_parameter(p: Tensor, name: str, group: Values) -> None:
         raise ValueError(f"{label} is not dense: use p.to_dense()")
     if p.ndim < 2:
         raise ValueError(
-            f"{label} is not a matrix: put it in a group with algorithm='adamw', or let "
-            "plan(model) sort it"
+            f"{label} is not a matrix: use {group['family']}.for_model(model), which sorts all "
+            "parameters, or put it in a group with algorithm='adamw'"
         )
     if p.numel() == 0:
         raise ValueError(f"{label} has no elements: leave it out")

@@ -53,15 +53,16 @@ class Plan(list[dict[str, Any]]):
         self.state_bytes = state_bytes
 
     def __str__(self) -> str:
-        counts: dict[tuple[str, ...], int] = {}
+        names: dict[tuple[str, ...], list[str]] = {}
         for name, *cells in self._lines():
-            line = (*collapse([name]), *cells)
-            counts[line] = counts.get(line, 0) + 1
+            names.setdefault((*collapse([name]), *cells), []).append(name)
         lines = [
-            (f"{name} x{count}" if count > 1 else name, *cells)
-            for (name, *cells), count in counts.items()
+            (f"{pattern} x{len(alike)}" if len(alike) > 1 else alike[0], *cells)
+            for (pattern, *cells), alike in names.items()
         ]
         return _aligned([HEAD, *lines]) + "\n\n" + self.summary()
+
+    __repr__ = __str__
 
     def table(self) -> str:
         """Return a table with one line for each parameter."""
@@ -74,13 +75,15 @@ class Plan(list[dict[str, Any]]):
     def _total(self, rule: str) -> str:
         groups = [group for group in self if group["algorithm"] == rule]
         named = [pair for group in groups for pair in group["params"]]
-        parts = [f"{len(named)} parameters", f"{sum(p.numel() for _, p in named):,} elements"]
+        plural = "" if len(named) == 1 else "s"
+        elements = sum(p.numel() for _, p in named)
+        parts = [f"{len(named)} parameter{plural}", f"{elements:,} elements"]
         rates = dict.fromkeys(_number(group.get("lr")) for group in groups)
         if groups and list(rates) != ["lr"]:
             parts.append(f"lr {', '.join(rates)}")
         if self.state_bytes is not None:
             total = sum(self.state_bytes[name] for name, _ in named)
-            parts.append(f"{total / 2**20:,.1f} MiB of state")
+            parts.append(f"{_size(total)} of state")
         return f"{rule}: {', '.join(parts)}"
 
     def _lines(self) -> list[tuple[str, ...]]:
@@ -97,6 +100,10 @@ class Plan(list[dict[str, Any]]):
             _number(group.get("radius_lr")) if matrix else "",
             ", ".join([self.reasons[name], *_other_values(group)]),
         )
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**20:,.1f} MiB" if count >= 2**20 else f"{count / 2**10:,.1f} KiB"
 
 
 def _number(lr: Any) -> str:
@@ -157,6 +164,8 @@ def plan(
             model classes, such as {"MyAttention.wqkv": {"blocks": 3}}; a function of the parent
             module may compute it.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model={model!r} is not an nn.Module: pass the model, not its parameters")
     named = [(name, p) for name, p in bare_parameters(model) if p.requires_grad]
     if not named:
         raise ValueError(f"{type(model).__name__} has no trainable parameters: nothing to plan")

@@ -501,6 +501,17 @@ def test_momentum_saved_in_float16_is_loaded_in_float32() -> None:
     assert {group["state_dtype"] for group in opt.param_groups} == {None}
 
 
+def test_another_number_of_groups_names_the_parameter_that_changed() -> None:
+    def optimizer(cut: dict[str, Any]):
+        named = [("a", parameter(12, 4)), ("b", parameter(12, 4, seed=1))]
+        if not cut:
+            return AngularMuown([{"params": named}])
+        return AngularMuown([{"params": named[:1]}, {"params": named[1:], **cut}])
+
+    with pytest.raises(ValueError, match=r"'b' was saved with blocks=3 and has None here"):
+        optimizer({}).load_state_dict(optimizer({"blocks": 3}).state_dict())
+
+
 def test_one_block_is_no_cut_but_another_cut_is_refused() -> None:
     def optimizer(**cut):
         return AngularMuown([{"params": [parameter(12, 4)], **cut}])

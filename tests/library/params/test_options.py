@@ -135,10 +135,10 @@ def test_errors_name_an_unnamed_parameter_by_its_index() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"blocks": 5}, "12 does not divide into 5 equal blocks"),
+        ({"blocks": 5}, "12, which does not divide into 5 equal blocks"),
         ({"blocks": [4, 4]}, "add up to 8, not 12"),
         ({"blocks": [12, 0]}, "must all be at least 1"),
-        ({"column_blocks": 4}, "6 does not divide into 4"),
+        ({"column_blocks": 4}, "6, which does not divide into 4"),
         ({"blocks": 0}, "blocks=0"),
         ({"blocks": []}, "blocks="),
         ({"blocks": 1.5}, "blocks=1.5"),

@@ -302,5 +302,7 @@ def test_a_model_instead_of_parameters_is_rejected() -> None:
 
 
 def test_the_optimizer_rejects_blocks_that_do_not_divide() -> None:
-    with pytest.raises(ValueError, match=r"'layers.0.attn.qkv.weight' .*48 does not divide into 5"):
+    with pytest.raises(
+        ValueError, match=r"'layers.0.attn.qkv.weight' .*48, which does not divide into 5"
+    ):
         AngularMuown(plan(tiny_lm(), blocks={"*.qkv.weight": 5}))
