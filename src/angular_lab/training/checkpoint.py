@@ -93,7 +93,7 @@ def save(
             writer = dcp.FileSystemWriter(temporary, sync_files=False)  # _seal does
             dcp.save(content, storage_writer=writer, no_dist=ranks.world == 1)
         _seal(temporary, ranks)
-    except (Exception, dcp.api.CheckpointException) as error:  # the latter is no Exception
+    except (Exception, dcp.api.CheckpointException) as error:  # the latter is not an Exception
         shutil.rmtree(temporary, ignore_errors=True)
         cause = _cause(error)
         if isinstance(cause, KeyboardInterrupt):  # torch wraps it like an error
