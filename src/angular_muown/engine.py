@@ -138,7 +138,9 @@ class Engine(torch.optim.Optimizer):
         if lr is not None:
             options["lr"] = lr
         member: Any = cls  # a member's own arguments are not known here
-        return member(plan(model, **for_plan), **options)
+        optimizer = member(plan(model, **for_plan), **options)
+        optimizer._check_learning_rate()
+        return optimizer
 
     @property
     def plan(self) -> Plan:
@@ -414,6 +416,9 @@ class Engine(torch.optim.Optimizer):
             group["step"] += counted
         if any(counts):
             average.update(self.param_groups, self.state)
+
+    def _check_learning_rate(self) -> None:
+        """Warn if lr does not suit the member; called for a whole model, by `for_model`."""
 
     def _check_schedule(self) -> None:
         """Warn if a schedule does not suit the member; called after every step."""

@@ -111,7 +111,13 @@ class AngularMuown(Engine):
             weight_decay=weight_decay,
         )
         super().__init__(params, values)
-        if not isinstance(lr, Tensor) and scale == "fan_ratio" and 0 < lr < LEAST_USUAL_LR:
+
+    def _check_learning_rate(self) -> None:
+        """Warn if lr is one of AdamW's, which hardly turns the rows."""
+        lr = self.defaults["lr"]
+        if isinstance(lr, Tensor) or self.defaults["scale"] != "fan_ratio":
+            return
+        if 0 < lr < LEAST_USUAL_LR:
             warn(
                 f"lr={lr:g} turns a row by {angle_degrees(lr, 1.0):.2g} degrees per step, which is "
                 "far less than usual: AdamW's learning rates do not apply to the matrices; start "

@@ -175,7 +175,6 @@ def test_averages_for_every_layout() -> None:
         assert_average(optimizer.state[p]["average"], seen, 0.4, 1e-13)
 
 
-@pytest.mark.filterwarnings("ignore:lr=.* far less than usual")
 def test_a_master_copy_is_averaged_instead_of_the_weight() -> None:
     p = parameter(6, 8, dtype=torch.bfloat16)
     optimizer = AngularMuown([p], lr=1e-4, write_back="master", average=3)

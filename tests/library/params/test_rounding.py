@@ -50,7 +50,6 @@ def test_rounding_keeps_inf_and_nan() -> None:
     torch.testing.assert_close(rounded.float(), X, equal_nan=True)
 
 
-@pytest.mark.filterwarnings("ignore:lr=.* far less than usual")
 @pytest.mark.parametrize("optimizer", FAMILY)
 @pytest.mark.parametrize("write_back", ["stochastic", "master"])
 def test_small_steps_are_not_lost(optimizer, write_back) -> None:
@@ -89,7 +88,6 @@ def test_rounding_to_nearest_would_lose_small_steps() -> None:
     assert survived[1] == pytest.approx(1.0, abs=0.15)
 
 
-@pytest.mark.filterwarnings("ignore:lr=.* far less than usual")
 def test_the_master_copy_follows_weights_changed_outside_the_optimizer() -> None:
     p = parameter(4, 6, dtype=torch.bfloat16)
     opt = AngularMuown([p], write_back="master", lr=1e-4)
