@@ -13,7 +13,10 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 def load(name: str) -> ModuleType:
     if str(EXAMPLES) not in sys.path:
-        sys.path.append(str(EXAMPLES))  # as for a script: examples import each other
+        sys.path.insert(0, str(EXAMPLES))  # as for a script: examples import each other
+    loaded = sys.modules.get(name)
+    if loaded is not None and Path(str(loaded.__file__)).parent != EXAMPLES:
+        del sys.modules[name]  # a benchmark of the same name
     return importlib.import_module(name)
 
 

@@ -76,9 +76,9 @@ def problems(optimizer: type[Engine], **options: Any) -> Iterator[Problem]:
 @OVER_FAMILY
 def test_optimizers_can_be_printed(optimizer) -> None:
     for problem in problems(optimizer):
-        text = repr(problem.optimizer)
-        assert optimizer.__name__ in text
-        assert "Parameter Group 1" in text
+        first, *totals = repr(problem.optimizer).splitlines()
+        assert first.startswith(f"{optimizer.__name__}(lr=")
+        assert [line.partition(":")[0] for line in totals] == ["matrix", "adamw"]
 
 
 @OVER_FAMILY
@@ -144,7 +144,8 @@ def test_complex_parameters_and_sparse_gradients_are_rejected(optimizer) -> None
 def test_a_step_without_gradients_changes_nothing(optimizer) -> None:
     for problem in problems(optimizer):
         before = problem.weights()
-        problem.optimizer.step()
+        with pytest.warns(UserWarning, match="no parameter of this optimizer has a gradient"):
+            problem.optimizer.step()
         assert_equal(problem.weights(), before)
         assert not problem.optimizer.state
 

@@ -161,8 +161,9 @@ def _first_difference(groups: list[Group], saved_groups: list[Any]) -> str:
     saved_by_name = {
         name: saved
         for saved in saved_groups
-        if isinstance(saved, dict)
-        for name in saved.get("param_names", ())
+        if isinstance(saved, dict) and isinstance(saved.get("param_names"), list | tuple)
+        for name in saved["param_names"]
+        if isinstance(name, str)
     }
     for i, group in enumerate(groups):
         for name in parameter_names(group, i):
