@@ -1,4 +1,5 @@
-"""The commands about single runs: train, branch, trunk, show, sample, export, demo, named-runs.
+"""The commands about single runs: train, resume, branch, trunk, show, sample, export, demo,
+named-runs.
 
 Commands import what they need when they run: torch takes seconds.
 """
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from angular_lab.config.named_runs import NAMED_RUNS, named_run
 from angular_lab.config.overrides import count, help_text, override
-from angular_lab.config.spec import Spec
+from angular_lab.config.spec import CHANGEABLE, Spec
 from angular_lab.log import is_first_rank
 
 if TYPE_CHECKING:
@@ -82,6 +83,14 @@ def branch(arguments: argparse.Namespace) -> None:
     name = f"{parent.name}-at{arguments.at}-decay{arguments.decay}"
     out = arguments.out or parent.with_name(name)
     _train(override(spec, arguments.overrides), out, arguments)
+
+
+def resume(arguments: argparse.Namespace) -> None:
+    from angular_lab.training.resume import resume
+
+    with _stoppable():
+        resume(arguments.run, arguments.overrides, arguments.device, arguments.start)
+    _print_folder(arguments.run)
 
 
 def trunk(arguments: argparse.Namespace) -> None:
@@ -191,7 +200,20 @@ def add_commands(add: Add) -> None:
             sub.add_argument("--horizons", type=_horizons, required=True, metavar="STEPS,STEPS",
                              help="where the cooldowns end")  # fmt: skip
             sub.add_argument("--decay", type=float, help="share of each; default: the run's own")
+    summary = "continue a stopped run with its own settings; key=value changes how it is run"
+    sub = add("resume", resume, summary, "run", epilog=changeable())
+    sub.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change")
+    sub.add_argument("--device", **device)
+    from_help = "continue from that checkpoint, and replace what came after it"
+    sub.add_argument("--from", dest="start", type=count, metavar="STEP", help=from_help)
     _add_uses(add)
+
+
+def changeable() -> str:
+    """List the settings that `resume` may change."""
+    rows = help_text(Spec()).splitlines()
+    chosen = [row for row in rows if row.split("=")[0].strip() in CHANGEABLE]
+    return "\n".join(["settings that may change, and their usual defaults:", *chosen])
 
 
 def _add_uses(add: Add) -> None:
