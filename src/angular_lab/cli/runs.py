@@ -8,15 +8,19 @@ import argparse
 import logging
 import signal
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from angular_lab.config.branches import steps_or_share
 from angular_lab.config.named_runs import NAMED_RUNS, named_run
 from angular_lab.config.overrides import count, help_text, override
 from angular_lab.config.spec import CHANGEABLE, Spec
+from angular_lab.errors import UserError
 from angular_lab.log import is_first_rank
 
 if TYPE_CHECKING:
+    from angular_lab.training.build import Models
     from angular_lab.training.signals import Sigterm
 
 AVERAGE = "evaluate an average that the run keeps, instead of its weights"
@@ -57,13 +61,26 @@ def _horizons(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text}: write steps, separated by commas") from None
 
 
-def _train(spec: Spec, out: Path, arguments: argparse.Namespace) -> None:
+def _points(text: str) -> list[int | Fraction]:
+    return [_point(part) for part in text.split(",")]
+
+
+def _point(text: str) -> int | Fraction:
+    try:
+        return steps_or_share(text)
+    except (ValueError, ZeroDivisionError):
+        raise argparse.ArgumentTypeError(f"{text}: write steps, or a share like 80%") from None
+
+
+def _train(
+    spec: Spec, out: Path, arguments: argparse.Namespace, models: "Models | None" = None
+) -> None:
     from angular_lab.training.start import train
 
     resume = arguments.resume
     step = resume if isinstance(resume, int) else None
     with _stoppable():
-        train(spec, out, resume != "never", arguments.device, resume_step=step)
+        train(spec, out, resume != "never", arguments.device, models=models, resume_step=step)
     _print_folder(out)
 
 
@@ -75,14 +92,21 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def branch(arguments: argparse.Namespace) -> None:
-    from angular_lab.run_folder import RunFolder
-    from angular_lab.training.start import branch_spec
+    """Make a cooldown from each point. All are checked before the first one starts."""
+    from angular_lab.training.build import Models
+    from angular_lab.training.start import branch_specs
 
-    parent: Path = arguments.run
-    spec = branch_spec(RunFolder(parent), arguments.at, arguments.decay)
-    name = f"{parent.name}-at{arguments.at}-decay{arguments.decay}"
-    out = arguments.out or parent.with_name(name)
-    _train(override(spec, arguments.overrides), out, arguments)
+    specs = branch_specs(arguments.run, arguments.at, arguments.decay)
+    if len(specs) > 1 and (arguments.out or isinstance(arguments.resume, int)):
+        option = "--out" if arguments.out else "--resume STEP"
+        raise UserError(
+            f"{option} is for one branch, and --at has {len(specs)} points: leave it out"
+        )
+    models = Models()
+    for spec in specs:
+        name = f"{arguments.run.name}-at{spec.parent_step}-decay{spec.decay_steps}"
+        out = arguments.out or arguments.run.with_name(name)
+        _train(override(spec, arguments.overrides), out, arguments, models)
 
 
 def resume(arguments: argparse.Namespace) -> None:
@@ -178,7 +202,7 @@ def add_commands(add: Add) -> None:
     device: dict[str, Any] = {"default": "", "help": "cpu or cuda; default: cuda if available"}
     for name, function, summary, first in (
         ("train", train, "train a named run", "named_run"),
-        ("branch", branch, "cool down from a checkpoint of a run", "run"),
+        ("branch", branch, "cool down from checkpoints of a run", "run"),
         ("trunk", trunk, "train at a constant learning rate, and cool down to several horizons",
          "named_run"),
         ("show", show, "describe a run before it starts: settings, size, time", "named_run"),
@@ -194,8 +218,16 @@ def add_commands(add: Add) -> None:
                 help="continue from the newest checkpoint, or from that of a step",
             )  # fmt: skip
         if name == "branch":
-            sub.add_argument("--at", type=count, required=True, help="step to start from")
-            sub.add_argument("--decay", type=count, required=True, help="steps of the cooldown")
+            sub.add_argument(
+                "--at",
+                type=_points,
+                required=True,
+                metavar="POINT,POINT",
+                help="where to start: steps, or shares of the run's steps like 80%%",
+            )
+            sub.add_argument("--decay", type=_point, metavar="STEPS|SHARE",
+                             help="of a cooldown: steps, or a share like 20%% of all steps to its "
+                             "end; default: the run's schedule.decay")  # fmt: skip
         if name == "trunk":
             sub.add_argument("--horizons", type=_horizons, required=True, metavar="STEPS,STEPS",
                              help="where the cooldowns end")  # fmt: skip

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 
+from angular_lab.config.overrides import count
 from angular_lab.config.spec import Spec
 from angular_lab.errors import UserError
 
@@ -18,6 +20,32 @@ def branch_point(horizon: int, share: float) -> int:
             "least one and leave some to the trunk"
         )
     return start
+
+
+def steps_or_share(text: str) -> int | Fraction:
+    """Parse a number of steps, or with % a share of them. Raises ValueError."""
+    if not text.endswith("%"):
+        return count(text)
+    share = Fraction(text[:-1]) / 100
+    if not 0 < share <= 1:
+        raise ValueError(f"{text} is not between 0 and 100%")
+    return share
+
+
+def step_at(point: int | Fraction, steps: int) -> int:
+    """Return the step that a number or a share of the run's steps stands for."""
+    return point if isinstance(point, int) else round(point * steps)
+
+
+def horizon_from(start: int, share: float) -> int:
+    """Return the length of a run whose cooldown over a share of its steps begins at `start`: the
+    inverse of `branch_point`."""
+    if not 0 < share < 1:
+        raise UserError(f"a cooldown over {share:g} of the steps: it must be between 0 and 1")
+    exact = start / (1 - share)
+    near = sorted(range(int(exact) - 1, int(exact) + 3), key=lambda steps: abs(steps - exact))
+    fitting = (steps for steps in near if steps > start == steps - round(share * steps))
+    return next(fitting, start + 1)
 
 
 def trunk_spec(spec: Spec, starts: Sequence[int]) -> Spec:

@@ -1,15 +1,16 @@
 """Start a run: fresh, resumed, or branched off another."""
 
 import logging
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import replace
+from fractions import Fraction
 from math import inf
 from pathlib import Path
 
 import torch
 
 import angular_muown
-from angular_lab.config.branches import cooldown_spec
+from angular_lab.config.branches import cooldown_spec, horizon_from, step_at
 from angular_lab.config.overrides import as_typed, differences
 from angular_lab.config.spec import CHANGEABLE, DASHBOARD, Spec, get
 from angular_lab.data.prepare import prepare_stdlib, stdlib_place
@@ -242,6 +243,21 @@ def _same_parent(run: RunFolder, before: Spec, spec: Spec) -> bool:
     """True if two specs name the same folder as the parent."""
     folders = (parent_folder(run.path, branch).resolve() for branch in (before, spec))
     return len({*folders}) == 1
+
+
+def branch_specs(
+    parent: Path, points: Sequence[int | Fraction], decay: int | Fraction | None
+) -> list[Spec]:
+    """Return the specs of the cooldowns from several points of a run, in order. A share as a point
+    is one of the run's steps; as `decay` it is one of all steps to the end of the cooldown. Without
+    `decay`, the run's own share."""
+    run = RunFolder(parent)
+    spec = run.read_spec()
+    starts = sorted({step_at(point, spec.steps) for point in points})
+    if isinstance(decay, int):
+        return [branch_spec(run, start, decay) for start in starts]
+    share = spec.schedule.decay if decay is None else float(decay)
+    return [branch_spec(run, start, horizon_from(start, share) - start) for start in starts]
 
 
 def branch_spec(run: RunFolder, at: int, decay: int) -> Spec:
