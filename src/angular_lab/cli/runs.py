@@ -1,5 +1,5 @@
-"""The commands about single runs: train, resume, branch, trunk, show, sample, export, demo,
-named-runs.
+"""The commands about single runs: train, resume, extend, branch, trunk, show, sample, export,
+demo, named-runs.
 
 Commands import what they need when they run: torch takes seconds.
 """
@@ -8,6 +8,7 @@ import argparse
 import logging
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from angular_lab.config.overrides import count, help_text, override
 from angular_lab.config.spec import CHANGEABLE, Spec
 from angular_lab.errors import UserError
 from angular_lab.log import is_first_rank
+from angular_lab.run_folder import RUNS, RunFolder
 
 if TYPE_CHECKING:
     from angular_lab.training.build import Models
@@ -117,24 +119,36 @@ def resume(arguments: argparse.Namespace) -> None:
     _print_folder(arguments.run)
 
 
+def extend(arguments: argparse.Namespace) -> None:
+    from angular_lab.training.resume import extend
+
+    with _stoppable():
+        extend(arguments.run, arguments.to, arguments.overrides, arguments.device)
+    _print_folder(arguments.run)
+
+
 def trunk(arguments: argparse.Namespace) -> None:
     """Train at a constant learning rate, then cool down to every horizon."""
     from angular_lab.config.branches import branch_point, cooldown_spec, trunk_spec
     from angular_lab.training.build import Models
-    from angular_lab.training.start import default_folder, train
+    from angular_lab.training.resume import extend_trunk
+    from angular_lab.training.start import data_id, default_folder, train
+    from angular_lab.training.trunks import trunk_folder
 
     base = _spec(arguments)
     share = base.schedule.decay if arguments.decay is None else arguments.decay
     starts = {horizon: branch_point(horizon, share) for horizon in arguments.horizons}
     spec = trunk_spec(base, list(starts.values()))
-    out: Path = arguments.out or default_folder(spec)
+    out: Path = arguments.out or trunk_folder(Path(RUNS), spec, data_id(spec))
     models = Models()  # one for all: compiled once, branch points in memory
     with _stoppable():
-        train(spec, out, True, arguments.device, models=models)
+        extend_trunk(spec, out, arguments.device, models)
         for horizon, start in starts.items():
             cooldown = cooldown_spec(spec, str(out), start, horizon)
             named = out.with_name(f"{out.name}-to{horizon}")
             folder = named if arguments.out else default_folder(cooldown)
+            if (run := RunFolder(folder)).started:  # it may have left another trunk
+                cooldown = replace(cooldown, parent=run.read_spec().parent)
             train(cooldown, folder, True, arguments.device, models=models)
             _print_folder(folder)
 
@@ -146,7 +160,6 @@ def show(arguments: argparse.Namespace) -> None:
 
 
 def sample(arguments: argparse.Namespace) -> None:
-    from angular_lab.run_folder import RunFolder
     from angular_lab.sample import check_sampling, generate, load_run, tokenizer_of
     from angular_lab.training.start import prepared_data
 
@@ -161,7 +174,6 @@ def sample(arguments: argparse.Namespace) -> None:
 def export(arguments: argparse.Namespace) -> None:
     from angular_lab.data.prepare import TOKENIZER
     from angular_lab.export.huggingface import export as write
-    from angular_lab.run_folder import RunFolder
     from angular_lab.sample import load_run, tokenizer_of
     from angular_lab.training.start import data_place
 
@@ -233,11 +245,17 @@ def add_commands(add: Add) -> None:
                              help="where the cooldowns end")  # fmt: skip
             sub.add_argument("--decay", type=float, help="share of each; default: the run's own")
     summary = "continue a stopped run with its own settings; key=value changes how it is run"
-    sub = add("resume", resume, summary, "run", epilog=changeable())
-    sub.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change")
-    sub.add_argument("--device", **device)
-    from_help = "continue from that checkpoint, and replace what came after it"
-    sub.add_argument("--from", dest="start", type=count, metavar="STEP", help=from_help)
+    longer = "continue a run at a constant learning rate to more steps"
+    for name, function, text in (("resume", resume, summary), ("extend", extend, longer)):
+        sub = add(name, function, text, "run", epilog=changeable())
+        sub.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change")
+        sub.add_argument("--device", **device)
+        if name == "resume":
+            from_help = "continue from that checkpoint, and replace what came after it"
+            sub.add_argument("--from", dest="start", type=count, metavar="STEP", help=from_help)
+        else:
+            sub.add_argument("--to", type=count, metavar="STEPS", required=True,
+                             help="steps of the run in all")  # fmt: skip
     _add_uses(add)
 
 

@@ -54,6 +54,22 @@ def trunk_spec(spec: Spec, starts: Sequence[int]) -> Spec:
     return replace(spec, steps=max(starts), pins=tuple(sorted({*starts})), schedule=schedule)
 
 
+def extended_spec(spec: Spec, steps: int, pins: Sequence[int] = ()) -> Spec:
+    """Return the spec of a run at a constant learning rate that continues to `steps`. The step at
+    which it ended becomes a branch point."""
+    if steps < spec.steps:
+        raise UserError(f"--to {steps}: the run has {spec.steps} steps already, and may only grow")
+    longer = replace(spec, steps=steps)
+    if min(spec.full_rate_until - spec.steps, longer.full_rate_until - steps) < 0:
+        raise UserError(
+            f"schedule.kind={spec.schedule.kind}: the learning rate falls towards the last of "
+            f"{spec.steps} steps, and a longer run would have another one before that; only a run "
+            "with schedule.kind=constant can be extended"
+        )
+    ends = {spec.steps} if steps > spec.steps else set()
+    return replace(longer, pins=tuple(sorted({*spec.pins, *pins, *ends})))
+
+
 def cooldown_spec(trunk: Spec, parent: str, start: int, horizon: int) -> Spec:
     """Return the cooldown that leaves the run `parent` at a step and ends at `horizon`."""
     return replace(

@@ -250,6 +250,7 @@ CHANGEABLE = DASHBOARD | {
     "micro_batch", "eval_every", "save_every", "keep", "pins", "log_every", "angle_every",
     "compile", "deterministic", "parallel", "tensor",
 }  # fmt: skip
+LENGTH = frozenset({"steps", "pins"})  # of a trunk: it may grow, and keeps its folder
 # What the identity leaves out: these, and the schedule, which it states by its effect. A new
 # setting counts unless it is added here.
 IRRELEVANT = CHANGEABLE | {

@@ -2,12 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+from angular_lab.config.branches import extended_spec
 from angular_lab.config.overrides import as_typed, differences, override
-from angular_lab.config.spec import CHANGEABLE, Spec, get
+from angular_lab.config.spec import CHANGEABLE, DASHBOARD, LENGTH, Spec, get
 from angular_lab.errors import UserError
 from angular_lab.run_folder import RunFolder
+from angular_lab.training import checkpoint
+from angular_lab.training.build import Models
 from angular_lab.training.ranks import start_ranks
 from angular_lab.training.start import data_place, fingerprint, train
 
@@ -19,7 +23,7 @@ def resume(
 ) -> RunFolder:
     """Continue a run that was stopped, from its newest checkpoint or from that of `step`.
     Assignments change how it is run from here on; what a loss depends on stays."""
-    with _claimed(folder, device) as run:
+    with claimed(folder, device) as run:
         before = run.read_spec()
         spec = override(before, assignments)
         check_changes(run, before, spec)
@@ -31,8 +35,38 @@ def resume(
         return train(spec, run, True, device, resume_step=step, changing=MOVABLE)
 
 
+def extend(
+    folder: Path, steps: int, assignments: Sequence[str] = (), device: str = ""
+) -> RunFolder:
+    """Continue a run at a constant learning rate to more steps. Called again after a kill, it
+    continues."""
+    with claimed(folder, device) as run:
+        before = run.read_spec()
+        changed = override(before, assignments)
+        check_changes(run, before, changed)
+        spec = extended_spec(changed, steps)
+        if run.diverged:
+            raise UserError(f"{folder} has diverged: it cannot be extended")
+        if run.done and not checkpoint.steps(run.checkpoints):
+            raise UserError(f"{folder} has no checkpoint left to continue from")
+        return train(spec, run, True, device, changing=MOVABLE | LENGTH)
+
+
+def extend_trunk(
+    spec: Spec, folder: Path, device: str = "", models: Models | None = None
+) -> RunFolder:
+    """Train a trunk. A folder that holds it already, shorter or longer, is extended as needed."""
+    if not RunFolder(folder).started:
+        return train(spec, folder, True, device, models=models)
+    with claimed(folder, device) as run:
+        stored = run.read_spec()
+        wanted = replace(spec, steps=stored.steps, pins=stored.pins)
+        longer = extended_spec(wanted, max(spec.steps, stored.steps), spec.pins)
+        return train(longer, run, True, device, models=models, changing=DASHBOARD | LENGTH)
+
+
 @contextmanager
-def _claimed(folder: Path, device: str) -> Iterator[RunFolder]:
+def claimed(folder: Path, device: str) -> Iterator[RunFolder]:
     """Hold the folder while its settings are read and until the run ends: another process could
     change them in between."""
     ranks, run = start_ranks(device), RunFolder(folder)
@@ -65,6 +99,11 @@ def _same_tokens(run: RunFolder, spec: Spec) -> bool:
 def _advice(key: str) -> str:
     if key == "data":
         return "the tokens are not those that the run was started on; use train for another run"
+    if key == "steps":
+        return (
+            "extend RUN --to STEPS continues a run at a constant learning rate; use train for "
+            "another run"
+        )
     if key == "name":
         return "it is a part of the run's identity; use train for another run"
     return (

@@ -80,7 +80,7 @@ def train(
     run = out if isinstance(out, RunFolder) else RunFolder(out)
     if not run.started:
         _check_new(spec, ranks)
-    if not (run.started and run.done):
+    if not _is_finished(run, spec):
         _check_loggers(spec, ranks)
     claims = ranks.first and not run.claimed
     if claims:
@@ -91,7 +91,7 @@ def train(
             _check_resumable(spec, run, resume, changing)
         if resume_step is not None:
             checkpoint.find(run.checkpoints, resume_step)
-        elif run.started and run.done:
+        elif _is_finished(run, spec):
             log.info("%s is already finished", run.path)
             return run
         trainer = Trainer(spec, run, ranks, _tokens(spec, run, ranks), until, models)
@@ -101,6 +101,11 @@ def train(
     finally:
         if claims:
             run.release()
+
+
+def _is_finished(run: RunFolder, spec: Spec) -> bool:
+    """True if no step is left, also if the run is to be extended."""
+    return run.started and run.done and run.read_spec().steps >= spec.steps
 
 
 def _check_loggers(spec: Spec, ranks: Ranks) -> None:
