@@ -282,7 +282,7 @@ class Sweep:
                 planned.check(run)
                 spec = planned.continued(run.read_spec())
             changing = DASHBOARD | LENGTH
-            train(spec, run, True, self.device, self.until, self.models, changing=changing)
+            train(spec, run, True, self.device, self.until, self.models, None, changing)
         except Preempted:
             raise Preempted(f"{planned.folder.name} is saved") from None
         except NotFinite as error:  # a learning rate too high is a result, not a failure
