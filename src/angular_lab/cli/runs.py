@@ -244,6 +244,11 @@ def add_commands(add: Add) -> None:
             sub.add_argument("--horizons", type=_horizons, required=True, metavar="STEPS,STEPS",
                              help="where the cooldowns end")  # fmt: skip
             sub.add_argument("--decay", type=float, help="share of each; default: the run's own")
+    _add_continuing(add, device)
+    _add_uses(add)
+
+
+def _add_continuing(add: Add, device: dict[str, Any]) -> None:
     summary = "continue a stopped run with its own settings; key=value changes how it is run"
     longer = "continue a run at a constant learning rate to more steps"
     for name, function, text in (("resume", resume, summary), ("extend", extend, longer)):
@@ -256,7 +261,6 @@ def add_commands(add: Add) -> None:
         else:
             sub.add_argument("--to", type=count, metavar="STEPS", required=True,
                              help="steps of the run in all")  # fmt: skip
-    _add_uses(add)
 
 
 def changeable() -> str:
