@@ -1,6 +1,7 @@
 """The run folder: the only interface between training and reports, with one writer and one reader.
 
-spec.json        all settings of the run, versions, git state, fingerprint of the data
+spec.json        all settings of the run, versions, git state, fingerprint of the data, and which
+                 settings changed at which step
 metrics.jsonl    one line per logged step, deterministic: the same run writes the same bytes
 timing.jsonl     what depends on the machine: seconds, tokens/s, memory
 checkpoints/     step_00001000/ ...
@@ -17,7 +18,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import isfinite
@@ -27,7 +28,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from angular_lab.config.spec import Spec
+from angular_lab.config.overrides import as_typed, override
+from angular_lab.config.spec import Spec, get
 from angular_lab.errors import UserError
 from angular_lab.records import from_json
 
@@ -42,6 +44,16 @@ DAMAGED = (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, Attrib
 
 
 @dataclass(frozen=True)
+class Change:
+    """A setting that changed when the run was resumed; values as the command line takes them."""
+
+    step: int  # the last step that was taken before
+    key: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
 class RunInfo:
     """The content of spec.json."""
 
@@ -50,6 +62,20 @@ class RunInfo:
     git: dict[str, Any]
     data: str  # fingerprint of the tokens; "": shards without a manifest
     format: int = FORMAT
+    changes: tuple[Change, ...] = ()  # oldest first; `spec` includes them
+
+    def undo_changes(self, spec: Spec) -> Spec:
+        """Return the spec with the values with which the run was started."""
+        return override(spec, [f"{c.key}={c.before}" for c in reversed(self.changes)])
+
+    def changed(self, spec: Spec, keys: Collection[str], step: int) -> "RunInfo":
+        """Return this with the values that `spec` has for `keys`, changed after `step`. The run
+        may have been set back: what had changed later now holds from `step` on."""
+        kept = tuple(replace(change, step=min(change.step, step)) for change in self.changes)
+        texts = {key: (as_typed(get(self.spec, key)), as_typed(get(spec, key))) for key in keys}
+        new = tuple(Change(step, k, a, b) for k, (a, b) in sorted(texts.items()) if a != b)
+        updated = override(self.spec, [f"{change.key}={change.after}" for change in new])
+        return replace(self, spec=updated, changes=kept + new)
 
     @staticmethod
     def read(folder: Path) -> "RunInfo":
@@ -193,11 +219,11 @@ class RunFolder:
         others."""
         RunInfo(spec, versions, git_state(), data).write(self.path)
 
-    def update_dashboard(self, spec: Spec) -> None:
-        """Store the loggers and the dashboard of a resumed run's spec."""
+    def change_settings(self, spec: Spec, keys: Collection[str], step: int) -> None:
+        """Store the values that a resumed run's spec has for `keys`, and since which step."""
         info = self.info
-        if (updated := info.spec.with_dashboard_of(spec)) != info.spec:
-            replace(info, spec=updated).write(self.path)
+        if (updated := info.changed(spec, keys, step)) != info:
+            updated.write(self.path)
 
     # -- logs ----------------------------------------------------------------------------------
 

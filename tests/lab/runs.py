@@ -49,6 +49,18 @@ def start(spec: Spec, out: Path, **environment: str) -> Any:
     return process
 
 
+def call(function: Any, *arguments: Any) -> None:
+    """In a child process."""
+    torch.set_num_threads(1)
+    function(*arguments)
+
+
+def start_function(function: Any, *arguments: Any) -> Any:
+    process = SERVER.Process(target=call, args=(function, *arguments))
+    process.start()
+    return process
+
+
 def free_port() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

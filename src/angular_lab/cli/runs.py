@@ -1,4 +1,5 @@
-"""The commands about single runs: train, branch, trunk, show, sample, export, demo, named-runs.
+"""The commands about single runs: train, resume, extend, branch, trunk, show, sample, export,
+demo, named-runs.
 
 Commands import what they need when they run: torch takes seconds.
 """
@@ -7,15 +8,21 @@ import argparse
 import logging
 import signal
 from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from angular_lab.config.branches import steps_or_share
 from angular_lab.config.named_runs import NAMED_RUNS, named_run
 from angular_lab.config.overrides import count, help_text, override
-from angular_lab.config.spec import Spec
+from angular_lab.config.spec import CHANGEABLE, Spec
+from angular_lab.errors import UserError
 from angular_lab.log import is_first_rank
+from angular_lab.run_folder import RUNS, RunFolder
 
 if TYPE_CHECKING:
+    from angular_lab.training.build import Models
     from angular_lab.training.signals import Sigterm
 
 AVERAGE = "evaluate an average that the run keeps, instead of its weights"
@@ -56,13 +63,26 @@ def _horizons(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text}: write steps, separated by commas") from None
 
 
-def _train(spec: Spec, out: Path, arguments: argparse.Namespace) -> None:
+def _points(text: str) -> list[int | Fraction]:
+    return [_point(part) for part in text.split(",")]
+
+
+def _point(text: str) -> int | Fraction:
+    try:
+        return steps_or_share(text)
+    except (ValueError, ZeroDivisionError):
+        raise argparse.ArgumentTypeError(f"{text}: write steps, or a share like 80%") from None
+
+
+def _train(
+    spec: Spec, out: Path, arguments: argparse.Namespace, models: "Models | None" = None
+) -> None:
     from angular_lab.training.start import train
 
     resume = arguments.resume
     step = resume if isinstance(resume, int) else None
     with _stoppable():
-        train(spec, out, resume != "never", arguments.device, resume_step=step)
+        train(spec, out, resume != "never", arguments.device, models=models, resume_step=step)
     _print_folder(out)
 
 
@@ -74,34 +94,61 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def branch(arguments: argparse.Namespace) -> None:
-    from angular_lab.run_folder import RunFolder
-    from angular_lab.training.start import branch_spec
+    """Make a cooldown from each point. All are checked before the first one starts."""
+    from angular_lab.training.build import Models
+    from angular_lab.training.start import branch_specs
 
-    parent: Path = arguments.run
-    spec = branch_spec(RunFolder(parent), arguments.at, arguments.decay)
-    name = f"{parent.name}-at{arguments.at}-decay{arguments.decay}"
-    out = arguments.out or parent.with_name(name)
-    _train(override(spec, arguments.overrides), out, arguments)
+    specs = branch_specs(arguments.run, arguments.at, arguments.decay)
+    if len(specs) > 1 and (arguments.out or isinstance(arguments.resume, int)):
+        option = "--out" if arguments.out else "--resume STEP"
+        raise UserError(
+            f"{option} is for one branch, and --at has {len(specs)} points: leave it out"
+        )
+    models = Models()
+    for spec in specs:
+        name = f"{arguments.run.name}-at{spec.parent_step}-decay{spec.decay_steps}"
+        out = arguments.out or arguments.run.with_name(name)
+        _train(override(spec, arguments.overrides), out, arguments, models)
+
+
+def resume(arguments: argparse.Namespace) -> None:
+    from angular_lab.training.resume import resume
+
+    with _stoppable():
+        resume(arguments.run, arguments.overrides, arguments.device, arguments.start)
+    _print_folder(arguments.run)
+
+
+def extend(arguments: argparse.Namespace) -> None:
+    from angular_lab.training.resume import extend
+
+    with _stoppable():
+        extend(arguments.run, arguments.to, arguments.overrides, arguments.device)
+    _print_folder(arguments.run)
 
 
 def trunk(arguments: argparse.Namespace) -> None:
     """Train at a constant learning rate, then cool down to every horizon."""
     from angular_lab.config.branches import branch_point, cooldown_spec, trunk_spec
     from angular_lab.training.build import Models
-    from angular_lab.training.start import default_folder, train
+    from angular_lab.training.resume import extend_trunk
+    from angular_lab.training.start import data_id, default_folder, train
+    from angular_lab.training.trunks import trunk_folder
 
     base = _spec(arguments)
     share = base.schedule.decay if arguments.decay is None else arguments.decay
     starts = {horizon: branch_point(horizon, share) for horizon in arguments.horizons}
     spec = trunk_spec(base, list(starts.values()))
-    out: Path = arguments.out or default_folder(spec)
+    out: Path = arguments.out or trunk_folder(Path(RUNS), spec, data_id(spec))
     models = Models()  # one for all: compiled once, branch points in memory
     with _stoppable():
-        train(spec, out, True, arguments.device, models=models)
+        extend_trunk(spec, out, arguments.device, models)
         for horizon, start in starts.items():
             cooldown = cooldown_spec(spec, str(out), start, horizon)
             named = out.with_name(f"{out.name}-to{horizon}")
             folder = named if arguments.out else default_folder(cooldown)
+            if (run := RunFolder(folder)).started:  # it may have left another trunk
+                cooldown = replace(cooldown, parent=run.read_spec().parent)
             train(cooldown, folder, True, arguments.device, models=models)
             _print_folder(folder)
 
@@ -113,7 +160,6 @@ def show(arguments: argparse.Namespace) -> None:
 
 
 def sample(arguments: argparse.Namespace) -> None:
-    from angular_lab.run_folder import RunFolder
     from angular_lab.sample import check_sampling, generate, load_run, tokenizer_of
     from angular_lab.training.start import prepared_data
 
@@ -128,7 +174,6 @@ def sample(arguments: argparse.Namespace) -> None:
 def export(arguments: argparse.Namespace) -> None:
     from angular_lab.data.prepare import TOKENIZER
     from angular_lab.export.huggingface import export as write
-    from angular_lab.run_folder import RunFolder
     from angular_lab.sample import load_run, tokenizer_of
     from angular_lab.training.start import data_place
 
@@ -169,7 +214,7 @@ def add_commands(add: Add) -> None:
     device: dict[str, Any] = {"default": "", "help": "cpu or cuda; default: cuda if available"}
     for name, function, summary, first in (
         ("train", train, "train a named run", "named_run"),
-        ("branch", branch, "cool down from a checkpoint of a run", "run"),
+        ("branch", branch, "cool down from checkpoints of a run", "run"),
         ("trunk", trunk, "train at a constant learning rate, and cool down to several horizons",
          "named_run"),
         ("show", show, "describe a run before it starts: settings, size, time", "named_run"),
@@ -185,13 +230,44 @@ def add_commands(add: Add) -> None:
                 help="continue from the newest checkpoint, or from that of a step",
             )  # fmt: skip
         if name == "branch":
-            sub.add_argument("--at", type=count, required=True, help="step to start from")
-            sub.add_argument("--decay", type=count, required=True, help="steps of the cooldown")
+            sub.add_argument(
+                "--at",
+                type=_points,
+                required=True,
+                metavar="POINT,POINT",
+                help="where to start: steps, or shares of the run's steps like 80%%",
+            )
+            sub.add_argument("--decay", type=_point, metavar="STEPS|SHARE",
+                             help="of a cooldown: steps, or a share like 20%% of all steps to its "
+                             "end; default: the run's schedule.decay")  # fmt: skip
         if name == "trunk":
             sub.add_argument("--horizons", type=_horizons, required=True, metavar="STEPS,STEPS",
                              help="where the cooldowns end")  # fmt: skip
             sub.add_argument("--decay", type=float, help="share of each; default: the run's own")
+    _add_continuing(add, device)
     _add_uses(add)
+
+
+def _add_continuing(add: Add, device: dict[str, Any]) -> None:
+    summary = "continue a stopped run with its own settings; key=value changes how it is run"
+    longer = "continue a run at a constant learning rate to more steps"
+    for name, function, text in (("resume", resume, summary), ("extend", extend, longer)):
+        sub = add(name, function, text, "run", epilog=changeable())
+        sub.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change")
+        sub.add_argument("--device", **device)
+        if name == "resume":
+            from_help = "continue from that checkpoint, and replace what came after it"
+            sub.add_argument("--from", dest="start", type=count, metavar="STEP", help=from_help)
+        else:
+            sub.add_argument("--to", type=count, metavar="STEPS", required=True,
+                             help="steps of the run in all")  # fmt: skip
+
+
+def changeable() -> str:
+    """List the settings that `resume` may change."""
+    rows = help_text(Spec()).splitlines()
+    chosen = [row for row in rows if row.split("=")[0].strip() in CHANGEABLE]
+    return "\n".join(["settings that may change, and their usual defaults:", *chosen])
 
 
 def _add_uses(add: Add) -> None:

@@ -198,10 +198,6 @@ class Spec:
     def tokens_per_step(self) -> int:
         return self.batch * self.model.sequence
 
-    def with_dashboard_of(self, other: "Spec") -> "Spec":
-        """Return this spec with the loggers and the dashboard of another."""
-        return replace(self, loggers=other.loggers, dashboard=other.dashboard)
-
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -245,13 +241,21 @@ class Spec:
         return f"{self.name}-{o.name}-lr{o.lr:g}-seed{self.seed}{trunk}-{digest}"
 
 
-# Settings that no loss depends on, and the schedule, which `identity` states by its effect. A new
+# How a run is run. No loss depends on these settings, apart from rounding, and `resume` may change
+# them. Every run that is resumed may change its dashboard.
+DASHBOARD = frozenset({
+    "loggers", "dashboard.project", "dashboard.entity", "dashboard.group", "dashboard.tags",
+})  # fmt: skip
+CHANGEABLE = DASHBOARD | {
+    "micro_batch", "eval_every", "save_every", "keep", "pins", "log_every", "angle_every",
+    "compile", "deterministic", "parallel", "tensor",
+}  # fmt: skip
+LENGTH = frozenset({"steps", "pins"})  # of a trunk: it may grow, and keeps its folder
+# What the identity leaves out: these, and the schedule, which it states by its effect. A new
 # setting counts unless it is added here.
-IRRELEVANT = {
-    "name", "data", "steps", "micro_batch", "eval_every", "save_every", "keep", "pins",
-    "log_every", "angle_every", "compile", "deterministic", "parallel", "tensor", "loggers",
-    "parent", "parent_step", "schedule.kind", "schedule.decay", "schedule.decay_steps",
-    "dashboard.project", "dashboard.entity", "dashboard.group", "dashboard.tags",
+IRRELEVANT = CHANGEABLE | {
+    "name", "data", "steps", "parent", "parent_step", "schedule.kind", "schedule.decay",
+    "schedule.decay_steps",
 }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from angular_lab.config.spec import DASHBOARD, LENGTH
 from angular_lab.data.shards import Manifest
 from angular_lab.errors import UserError
 from angular_lab.experiments.definition import Arm, Experiment
@@ -277,10 +278,11 @@ class Sweep:
         self.write()
         try:
             spec = planned.spec
-            if run.started:  # it continues as it began, whatever no loss depends on
+            if run.started:
                 planned.check(run)
-                spec = replace(run.read_spec(), data=spec.data)  # the path may be another
-            train(spec, run, True, self.device, self.until, self.models)
+                spec = planned.continued(run.read_spec())
+            changing = DASHBOARD | LENGTH
+            train(spec, run, True, self.device, self.until, self.models, None, changing)
         except Preempted:
             raise Preempted(f"{planned.folder.name} is saved") from None
         except NotFinite as error:  # a learning rate too high is a result, not a failure

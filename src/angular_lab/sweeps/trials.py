@@ -6,13 +6,14 @@ from functools import cache, cached_property
 from math import inf
 from pathlib import Path
 
-from angular_lab.config.branches import branch_point, cooldown_spec, trunk_spec
+from angular_lab.config.branches import branch_point, cooldown_spec, extended_spec, trunk_spec
 from angular_lab.config.overrides import override
-from angular_lab.config.spec import Spec
+from angular_lab.config.spec import LENGTH, Spec
 from angular_lab.errors import UserError
 from angular_lab.experiments.definition import Arm, Experiment
 from angular_lab.run_folder import RunFolder, read_run
 from angular_lab.sweeps.sweep_file import TrialRecord
+from angular_lab.training.trunks import has_passed, trunk_folder
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,28 @@ class PlannedRun:
     def finished(self) -> bool:
         """True if it is done or diverged. Raises UserError if the folder holds another run."""
         run = RunFolder(self.folder)
-        if not (run.done or run.diverged):
+        if not (run.done or run.diverged or has_passed(run, self.spec)):
             return False
         self.check(run)
-        return True
+        return run.diverged or not self._is_trunk or run.read_spec().steps >= self.spec.steps
+
+    @property
+    def diverged(self) -> bool:
+        """True if it diverged; a trunk, before its last branch point."""
+        run = RunFolder(self.folder)
+        return run.diverged and not has_passed(run, self.spec)
+
+    @property
+    def _is_trunk(self) -> bool:
+        return self.spec.schedule.kind == "constant" and bool(self.spec.pins)
+
+    def continued(self, stored: Spec) -> Spec:
+        """Return the spec with which a run continues that began with `stored`: as it began,
+        whatever no loss depends on. A trunk that is too short is extended."""
+        spec = replace(stored, data=self.spec.data)  # the path may be another
+        if not self._is_trunk:
+            return spec
+        return extended_spec(spec, max(spec.steps, self.spec.steps), self.spec.pins)
 
     def check(self, run: RunFolder) -> None:
         """Digests leave defaults out, so that new settings rename nothing. The price: once a
@@ -55,7 +74,8 @@ class PlannedRun:
             for spec, data in ((info.spec, info.data or self.data), (self.spec, self.data))
         )
         for key, value in wanted.items():
-            if stored.get(key) != value:
+            may_differ = self._is_trunk and key in LENGTH
+            if stored.get(key) != value and not may_differ:
                 raise UserError(
                     f"{run.path} was made with {key}={stored.get(key)!r}, and this sweep needs "
                     f"{value!r}: give another --out, or remove the folder"
@@ -81,12 +101,12 @@ class Trial:
 
     @property
     def diverged(self) -> bool:
-        return any(RunFolder(run.folder).diverged for run in self.runs)
+        return any(run.diverged for run in self.runs)
 
     @property
     def done(self) -> bool:
         return all(run.finished for run in self.ends.values()) or (
-            any(run.finished and RunFolder(run.folder).diverged for run in self.runs)
+            any(run.finished and run.diverged for run in self.runs)
         )
 
     @property
@@ -148,6 +168,7 @@ def make_trial(
         straight = PlannedRun(replace(spec, steps=horizons[0]), data, store)
         return Trial(arm, value, seed, {horizons[0]: straight})
     trunk = PlannedRun(trunk_spec(spec, starts), data, store)
+    trunk = replace(trunk, name=trunk_folder(store, trunk.spec, data).name)
     ends = {}
     for horizon in horizons:
         start = branch_point(horizon, spec.schedule.decay)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from angular_lab.config.overrides import as_typed, keys
 from angular_lab.config.spec import Spec
 from angular_lab.errors import UserError
-from angular_lab.run_folder import RunFolder
+from angular_lab.run_folder import SPEC, RunFolder
 
 MODULES = {"tensorboard": "torch.utils.tensorboard"}  # if it differs from the logger's name
 
@@ -80,9 +80,12 @@ class Tracker:
 def run_id(spec: Spec, run: RunFolder) -> str:
     """Return an id that stays the same when a run is resumed and differs between runs.
 
-    It is a hash of the folder and of the settings that a resumed run may not change. Defaults are
-    left out, so that ids stay the same when a new version adds a setting.
+    It is a hash of the folder and of the settings with which the run was started, without those of
+    the dashboard. Defaults are left out, so that ids stay the same when a new version adds a
+    setting.
     """
+    if (run.path / SPEC).exists():
+        spec = run.info.undo_changes(spec)
     defaults, changeable = Spec(), ("data", "parent", "loggers")
     settings = {
         key: value

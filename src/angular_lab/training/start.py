@@ -1,16 +1,18 @@
 """Start a run: fresh, resumed, or branched off another."""
 
 import logging
+from collections.abc import Sequence, Set
 from dataclasses import replace
+from fractions import Fraction
 from math import inf
 from pathlib import Path
 
 import torch
 
 import angular_muown
-from angular_lab.config.branches import cooldown_spec
+from angular_lab.config.branches import cooldown_spec, horizon_from, step_at
 from angular_lab.config.overrides import as_typed, differences
-from angular_lab.config.spec import Spec, get
+from angular_lab.config.spec import CHANGEABLE, DASHBOARD, Spec, get
 from angular_lab.data.prepare import prepare_stdlib, stdlib_place
 from angular_lab.data.shards import Manifest
 from angular_lab.errors import UserError
@@ -25,7 +27,10 @@ from angular_lab.training.trainer import Trainer
 STDLIB, STDLIB_FOLDER = "stdlib", Path("data/stdlib")
 log = logging.getLogger(__name__)
 # What to do about a damaged checkpoint.
-RESUME_AT = "continue with --resume {}; trunk and sweep do so once the damaged folder is removed"
+RESUME_AT = (
+    "continue with angular-lab resume RUN --from {}; trunk and sweep do so once the damaged folder "
+    "is removed"
+)
 BRANCH_AT = "branch with --at {}"
 
 
@@ -64,16 +69,18 @@ def train(
     until: float = inf,
     models: build.Models | None = None,
     resume_step: int | None = None,
+    changing: Set[str] = DASHBOARD,
 ) -> RunFolder:
     """Train a spec in a folder. With `resume`, continue where it stopped; a finished run returns.
     With `resume_step` as well, continue from that checkpoint and replace what came after it.
     At `until`, on the monotonic clock, the run is saved and stops as if it got SIGTERM.
+    `changing` has the settings that may differ from those with which the run was started.
     A folder that the caller has claimed stays claimed."""
     ranks = build.tensor_ranks(spec, start_ranks(device))
     run = out if isinstance(out, RunFolder) else RunFolder(out)
     if not run.started:
         _check_new(spec, ranks)
-    if not (run.started and run.done):
+    if not _is_finished(run, spec):
         _check_loggers(spec, ranks)
     claims = ranks.first and not run.claimed
     if claims:
@@ -81,23 +88,24 @@ def train(
     ranks.barrier()
     try:
         if run.started:
-            _check_resumable(spec, run, resume)
+            _check_resumable(spec, run, resume, changing)
         if resume_step is not None:
             checkpoint.find(run.checkpoints, resume_step)
-        elif run.started and run.done:
+        elif _is_finished(run, spec):
             log.info("%s is already finished", run.path)
             return run
         trainer = Trainer(spec, run, ranks, _tokens(spec, run, ranks), until, models)
-        ranks.barrier()  # all have looked before one writes
-        if ranks.first:  # not before: a spec that cannot run leaves no run
-            _write_spec(trainer)
-            run.clear_records()
-        _restore(trainer, resume_step)
+        _write_and_restore(trainer, resume_step, changing)
         _take_steps(trainer)
         return run
     finally:
         if claims:
             run.release()
+
+
+def _is_finished(run: RunFolder, spec: Spec) -> bool:
+    """True if no step is left, also if the run is to be extended."""
+    return run.started and run.done and run.read_spec().steps >= spec.steps
 
 
 def _check_loggers(spec: Spec, ranks: Ranks) -> None:
@@ -130,12 +138,16 @@ def _tokens(spec: Spec, run: RunFolder, ranks: Ranks) -> Path:
     return data
 
 
-def _write_spec(trainer: Trainer) -> None:
-    run, spec = trainer.run, trainer.spec
-    if run.started:
-        run.update_dashboard(spec)
-    else:
-        run.write_spec(spec, versions(trainer.ranks), fingerprint(data_place(spec)))
+def _write_and_restore(trainer: Trainer, step: int | None, changing: Set[str]) -> None:
+    run, spec, ranks = trainer.run, trainer.spec, trainer.ranks
+    ranks.barrier()  # all have looked before one writes
+    if ranks.first:  # not before: a spec that cannot run leaves no run
+        if not run.started:
+            run.write_spec(spec, versions(ranks), fingerprint(data_place(spec)))
+        run.clear_records()
+    _restore(trainer, step)
+    if ranks.first:
+        run.change_settings(spec, changing, trainer.step)
 
 
 def _take_steps(trainer: Trainer) -> None:
@@ -210,31 +222,47 @@ def _branch_point(run: RunFolder, spec: Spec) -> Path:
     return source
 
 
-def _check_resumable(spec: Spec, run: RunFolder, resume: bool) -> None:
+def _check_resumable(spec: Spec, run: RunFolder, resume: bool, changing: Set[str]) -> None:
     if not resume:
         raise UserError(
             f"{run.path} holds a run already: add --resume auto to continue, or give another --out"
         )
-    before = run.read_spec().with_dashboard_of(spec)
+    before = run.read_spec()
     if spec.parent and before.parent and _same_parent(run, before, spec):
         before = replace(before, parent=spec.parent)
     stored = run.info.data
     if before.data != spec.data and stored and stored == fingerprint(data_place(spec)):
         before = replace(before, data=spec.data)
-    changes = [
-        f"{key}={as_typed(get(before, key))} (now {as_typed(get(spec, key))})"
-        for key in differences(before, spec)
-    ]
-    if changes:
-        raise UserError(
-            f"{run.path} was started with {', '.join(changes)}: give the same, or a new --out"
-        )
+    changed = [key for key in differences(before, spec) if key not in changing]
+    if not changed:
+        return
+    texts = [f"{k}={as_typed(get(before, k))} (now {as_typed(get(spec, k))})" for k in changed]
+    advice = "give the same, or a new --out"
+    if CHANGEABLE.issuperset(changed):
+        assignments = " ".join(f"{key}={as_typed(get(spec, key))}" for key in changed)
+        advice += f"; to change it from here on: angular-lab resume {run.path} {assignments}"
+    raise UserError(f"{run.path} was started with {', '.join(texts)}: {advice}")
 
 
 def _same_parent(run: RunFolder, before: Spec, spec: Spec) -> bool:
     """True if two specs name the same folder as the parent."""
     folders = (parent_folder(run.path, branch).resolve() for branch in (before, spec))
     return len({*folders}) == 1
+
+
+def branch_specs(
+    parent: Path, points: Sequence[int | Fraction], decay: int | Fraction | None
+) -> list[Spec]:
+    """Return the specs of the cooldowns from several points of a run, in order. A share as a point
+    is one of the run's steps; as `decay` it is one of all steps to the end of the cooldown. Without
+    `decay`, the run's own share."""
+    run = RunFolder(parent)
+    spec = run.read_spec()
+    starts = sorted({step_at(point, spec.steps) for point in points})
+    if isinstance(decay, int):
+        return [branch_spec(run, start, decay) for start in starts]
+    share = spec.schedule.decay if decay is None else float(decay)
+    return [branch_spec(run, start, horizon_from(start, share) - start) for start in starts]
 
 
 def branch_spec(run: RunFolder, at: int, decay: int) -> Spec:

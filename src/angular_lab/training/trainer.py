@@ -24,8 +24,6 @@ from angular_lab.training.recorded_passes import Passes, can_record
 from angular_lab.training.signals import Preempted, Sigterm
 from angular_muown import AngleMonitor
 
-AGAIN = "run the command again to continue (train and branch: with --resume auto)"
-
 
 class Trainer:
     """A run in progress. The state of training is the weights, the optimizer's state and `step`."""
@@ -83,7 +81,7 @@ class Trainer:
         monitor = closing(self.monitor)
         with monitor, Sigterm() as sigterm, self.progress, self.prefetch() as batches:
             if self.ranks.any(sigterm.received):
-                raise Preempted(f"before step {self.step + 1}; {AGAIN}")
+                raise Preempted(f"before step {self.step + 1}; {self.again}")
             for tokens, targets in batches:
                 loss = self.forward_backward(tokens, targets)
                 if self.is_finite(tokens, targets):
@@ -96,7 +94,7 @@ class Trainer:
                     self.save()
                 if self.ranks.any(sigterm.received or time.monotonic() >= self.until):
                     self.save_once()
-                    raise Preempted(f"saved at step {self.step}; {AGAIN}")
+                    raise Preempted(f"saved at step {self.step}; {self.again}")
         self.finish()
 
     def forward_backward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -192,6 +190,10 @@ class Trainer:
     def last(self) -> str:
         saved = checkpoint.steps(self.run.checkpoints)
         return f"The newest checkpoint is step {max(saved)}" if saved else "There is no checkpoint"
+
+    @property
+    def again(self) -> str:
+        return f"continue with angular-lab resume {self.run.path}, or run trunk and sweep again"
 
     def save(self) -> None:
         if not weights_are_finite(self.model):

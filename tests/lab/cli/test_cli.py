@@ -74,6 +74,42 @@ def test_trunk_trains_a_trunk_and_its_cooldowns(data, tmp_path, capsys, monkeypa
     assert main([*command, "--out", str(out)]) == 0, "finished runs are not repeated"
 
 
+def test_branches_leave_at_shares_of_the_steps(data, tmp_path, capsys) -> None:
+    """A cooldown over the run's own share is the straight run of that length."""
+    small, out = [f"data={data}", *SMALL, "schedule.decay=0.25"], tmp_path / "run"
+    trunk = ["steps=15", "schedule.kind=constant", "pins=6,9,15", "keep=1"]
+    assert main(["train", "nano", *small, *trunk, "--out", str(out)]) == 0
+    capsys.readouterr()
+    command = ["branch", str(out), "--at", "100%,40%,9"]
+    assert main(command) == 0
+    names = [f"{out}-at6-decay2", f"{out}-at9-decay3", f"{out}-at15-decay5"]
+    assert capsys.readouterr().out.split() == names
+    straight = tmp_path / "straight"
+    assert main(["train", "nano", *small, "steps=12", "--out", str(straight)]) == 0
+    made, expected = ((Path(f) / "metrics.jsonl").read_text() for f in (names[1], straight))
+    assert made == "".join(expected.splitlines(True)[9:])
+    assert main(["branch", str(out), "--at", "60%", "--decay", "50%"]) == 0
+    assert RunFolder(f"{out}-at9-decay9").read_spec().steps == 18
+    assert main([*command, "--resume", "auto"]) == 0, "what is finished is not repeated"
+
+
+def test_no_branch_starts_if_one_of_them_cannot(run, tmp_path, capsys) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    for arguments, message in (
+        (["--at", "50%,4", "--decay", "2"], "has no checkpoint at step 4: it keeps [3, "),
+        (["--at", "50%,100%", "--decay", "2"], "at step 6 the learning rate of"),
+        (["--at", "50%,5", "--decay", "2", "--out", str(tmp_path / "x")], "--out is for one"),
+        (["--at", "50%", "--decay", "100%"], "a cooldown over 1 of the steps: it must be"),
+    ):
+        assert main(["branch", str(copy), *arguments]) == 2
+        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["branch", str(copy), "--at", "half"])
+    assert "half: write steps, or a share like 80%" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
 def test_show_describes_a_run_before_it_starts(capsys) -> None:
     assert main(["show", "dense-124m"]) == 0
     text = capsys.readouterr().out

@@ -5,7 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from angular_lab.config.branches import branch_point, cooldown_spec, trunk_spec
+from angular_lab.config.branches import (
+    branch_point,
+    cooldown_spec,
+    horizon_from,
+    step_at,
+    steps_or_share,
+    trunk_spec,
+)
 from angular_lab.config.named_runs import NAMED_RUNS, named_run
 from angular_lab.config.overrides import override
 from angular_lab.config.spec import Spec
@@ -123,6 +130,23 @@ def test_a_cooldown_takes_a_part_of_the_steps(share: float) -> None:
 def test_a_cooldown_has_at_least_one_step() -> None:
     with pytest.raises(UserError, match=r"a cooldown over 0.2 of 2 steps has 0: it must have"):
         branch_point(2, 0.2)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.1, 0.2, 0.25, 1 / 3, 0.5, 0.9])
+def test_a_horizon_from_a_branch_point_has_its_cooldown_there(share: float) -> None:
+    for start in range(20, 400):
+        assert branch_point(horizon_from(start, share), share) == start
+    for horizon in range(20, 400, 20):
+        start = branch_point(horizon, 0.25)
+        assert horizon_from(start, 0.25) == horizon
+
+
+def test_a_point_is_a_step_or_a_share_of_the_steps() -> None:
+    texts = ["60%", "33.3%", "100%", "100", "2k"]
+    assert [step_at(steps_or_share(text), 300) for text in texts] == [180, 100, 300, 100, 2000]
+    for wrong in ("0%", "101%", "-5%", "half", "%", "1.5"):
+        with pytest.raises(ValueError, match=r"between|not an integer|could not|Invalid literal"):
+            steps_or_share(wrong)
 
 
 def test_names_of_run_folders_never_change() -> None:

@@ -43,7 +43,7 @@ def test_a_flipped_bit_is_detected_and_the_newest_good_step_named(data, run, nam
         _flip_bit(_folder(run, step) / name)
     before = lines(run)
     with pytest.raises(
-        ValueError, match=rf"step_00000009 is damaged: {name} .*step is 4.*resume 4"
+        ValueError, match=rf"step_00000009 is damaged: {name} .*step is 4.*--from 4"
     ):
         train(tiny(data, keep=9), run, resume=True, device="cpu")
     assert lines(run) == before

@@ -98,7 +98,11 @@ def test_resumed_run_may_change_its_dashboard(
     assert tracker.steps == list(range(9, 13))
     assert RunFolder(out).read_spec() == changed
     after = json.loads((out / "spec.json").read_text())
-    assert {**after, "spec": 0} == {**before, "spec": 0}, "nothing else changes"
+    changed_keys = [change["key"] for change in after.pop("changes")]
+    assert changed_keys == [
+        *("dashboard.entity", "dashboard.group", "dashboard.project", "dashboard.tags", "loggers")
+    ]
+    assert {**after, "changes": [], "spec": 0} == {**before, "spec": 0}, "nothing else changes"
     with pytest.raises(ValueError, match=r"seed=0 \(now 1\)"):
         train(replace(changed, seed=1), out, resume=True, device="cpu")
     assert changed.identity("") == spec.identity("")
