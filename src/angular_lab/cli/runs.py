@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from angular_lab.cli.inspect import show_run
 from angular_lab.config.named_runs import NAMED_RUNS, named_run
 from angular_lab.config.overrides import count, help_text, override
 from angular_lab.config.spec import Spec
@@ -51,9 +52,14 @@ def _resume(text: str) -> str | int:
 
 def _horizons(text: str) -> list[int]:
     try:
-        return sorted(count(part) for part in text.split(","))
+        steps = sorted({count(part) for part in text.split(",")})
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text}: write steps, separated by commas") from None
+        steps = []
+    if not steps or steps[0] < 2:
+        raise argparse.ArgumentTypeError(
+            f"'{text}': write numbers of steps of at least 2, separated by commas, as in 1000,2000"
+        )
+    return steps
 
 
 def _train(spec: Spec, out: Path, arguments: argparse.Namespace) -> None:
@@ -107,6 +113,8 @@ def trunk(arguments: argparse.Namespace) -> None:
 
 
 def show(arguments: argparse.Namespace) -> None:
+    if arguments.named_run not in NAMED_RUNS and show_run(arguments):
+        return
     from angular_lab.show import describe
 
     print(describe(_spec(arguments)))
@@ -172,7 +180,8 @@ def add_commands(add: Add) -> None:
         ("branch", branch, "cool down from a checkpoint of a run", "run"),
         ("trunk", trunk, "train at a constant learning rate, and cool down to several horizons",
          "named_run"),
-        ("show", show, "describe a run before it starts: settings, size, time", "named_run"),
+        ("show", show, "describe a run before it starts: settings, size, time; or, for a run "
+         "folder, what differs from its named run", "named_run"),
     ):  # fmt: skip
         sub = add(name, function, summary, first, epilog=keys)
         sub.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change")

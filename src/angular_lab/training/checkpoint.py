@@ -270,6 +270,19 @@ def _damage(path: Path, ranks: Ranks) -> list[str]:
     return list(dict.fromkeys(text for part in ranks.gather(damage) for text in part))
 
 
+def problems(path: Path) -> list[str]:
+    """Describe what keeps a checkpoint from being loaded: damaged files, or a damaged index."""
+    found = [] if (path / HASHES).exists() else [f"{HASHES} is missing"]
+    found += _damage(path, Ranks(0, 1, torch.device("cpu"))) if not found else []
+    try:
+        saved = SafeReader(path).read_metadata().state_dict_metadata
+    except (Exception, dcp.api.CheckpointException) as error:
+        return [*found, f"its index cannot be read ({_cause(error)})"]
+    if not any(name.startswith("model.") for name in saved):
+        found.append("its index lists no weights")
+    return found
+
+
 def _seal(folder: Path, ranks: Ranks) -> None:
     """Force the files to disk and write their hashes. Raises OSError on all ranks if one cannot."""
     files: dict[str, str] = {}
