@@ -63,10 +63,13 @@ def _horizons(text: str) -> list[int]:
 
 
 def _train(spec: Spec, out: Path, arguments: argparse.Namespace) -> None:
+    from angular_lab.run_folder import RunFolder
     from angular_lab.training.start import train
 
     resume = arguments.resume
     step = resume if isinstance(resume, int) else None
+    if resume == "auto" and not RunFolder(out).started:
+        log.info("%s: nothing to resume, it starts from the beginning", out)
     with _stoppable():
         train(spec, out, resume != "never", arguments.device, resume_step=step)
     _print_folder(out)
@@ -135,16 +138,18 @@ def sample(arguments: argparse.Namespace) -> None:
 
 def export(arguments: argparse.Namespace) -> None:
     from angular_lab.data.prepare import TOKENIZER
+    from angular_lab.export.huggingface import check_target
     from angular_lab.export.huggingface import export as write
     from angular_lab.run_folder import RunFolder
     from angular_lab.sample import load_run, tokenizer_of
     from angular_lab.training.start import data_place
 
+    check_target(arguments.out, arguments.overwrite)
     model = load_run(arguments.run, average=arguments.average, step=arguments.step)
     spec = RunFolder(arguments.run).read_spec()
     data = data_place(spec)
     tokenizer = tokenizer_of(data) if (data / TOKENIZER).exists() else None
-    write(model, spec.model, arguments.out, tokenizer)
+    write(model, spec.model, arguments.out, tokenizer, arguments.overwrite)
     if tokenizer is None or tokenizer.for_transformers is None:
         why = "it is bytes" if tokenizer else f"{data} has no {TOKENIZER}"
         log.warning("exported without a tokenizer: %s", why)
@@ -154,7 +159,7 @@ def export(arguments: argparse.Namespace) -> None:
 def export_speedrun(arguments: argparse.Namespace) -> None:
     from angular_lab.export.speedrun import export_speedrun
 
-    print(export_speedrun(arguments.out))
+    print(export_speedrun(arguments.out, arguments.overwrite))
 
 
 def demo(arguments: argparse.Namespace) -> None:
@@ -214,11 +219,13 @@ def _add_uses(add: Add) -> None:
         "export", export, "write the weights in the layout of Hugging Face transformers", "run"
     )
     sub.add_argument("--out", type=Path, required=True, help="folder for the weights")
+    sub.add_argument("--overwrite", action="store_true", help="replace an earlier export")
     sub.add_argument("--average", type=float, metavar="WINDOW", help=AVERAGE)
     sub.add_argument("--step", type=count, help=STEP)
     summary = "write one self-contained script for the speedrun's optimization track"
     sub = add("export-speedrun", export_speedrun, summary)
     sub.add_argument("--out", type=Path, required=True, help="file to write")
+    sub.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     sub = add("demo", demo, "train four optimizers on this machine's Python code, and report")
     sub.add_argument("--out", type=Path, default=Path("demo"), help="default: demo")
     sub.add_argument("--steps", type=int, help="per run; default: those of nano")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from angular_lab.errors import UserError
 from angular_lab.inspect.listing import is_locked, state_of, summarize
+from angular_lab.log import short_bytes
 from angular_lab.report.tables import short_number
 from angular_lab.run_folder import PREFIX, STOPPED, Metrics, Run, RunFolder, parent_folder, read_run
 
@@ -242,14 +243,6 @@ def _checkpoint_advice(folder: Path, step: int, good: list[int]) -> str:
 
 def _size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def short_bytes(size: float) -> str:
-    """Return 512 kB, 2.5 MB or 1.2 GB."""
-    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size >= unit:
-            return f"{size / unit:.3g} {name}"
-    return f"{size:.0f} bytes"
 
 
 # -- what a run needs to continue ----------------------------------------------------------------
