@@ -62,12 +62,12 @@ def _state(run: Run) -> Iterator[Finding]:
     if state in ("finished", "running"):
         yield Finding("state", "ok", f"{state}, {where}")
     elif state == "stopped":
-        yield Finding("state", "note", f"{reason}; {where}", CONTINUE.format("auto"))
+        yield Finding("state", "note", f"{reason}; {where}", _continue(run))
     elif run.diverged:
         advice = "train it again with a lower optim.lr, or with on_nan=skip"
         yield Finding("state", "wrong", reason, advice)
     else:
-        yield Finding("state", "wrong", f"{reason}; {where}", CONTINUE.format("auto"))
+        yield Finding("state", "wrong", f"{reason}; {where}", _continue(run))
     if not is_locked(run.folder) and (run.folder / "LOCK").exists() and state == "failed":
         text = "left by a process that ended; it blocks nothing"
         yield Finding("LOCK", "note", text)
@@ -77,6 +77,12 @@ def _state(run: Run) -> Iterator[Finding]:
             json.loads(path.read_text())["step"]
     except (ValueError, KeyError, TypeError) as error:
         yield Finding(STOPPED, "wrong", f"cannot be read: {error!r}", f"remove {path}")
+
+
+def _continue(run: Run) -> str:
+    saved = _saved_steps(run)
+    where = f"after step {saved[-1]:,}" if saved else "from the beginning"
+    return f"{CONTINUE.format('auto')}: it continues {where}"
 
 
 # -- logs --------------------------------------------------------------------------------------

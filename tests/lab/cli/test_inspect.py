@@ -348,7 +348,7 @@ def test_a_killed_run_can_continue(runs, capsys) -> None:
         file.write('{"step": 13, "to')
     found = findings(capsys, folder, 1)
     assert wrong(found) == ["state"]
-    assert "--resume auto" in found["state"][0]["advice"]
+    assert "--resume auto: it continues after step 8" in found["state"][0]["advice"]
     assert found["LOCK"][0]["status"] == "note"
     assert "half-written" in found["logs"][0]["text"]
     assert train(RunFolder(folder).read_spec(), folder, resume=True, device="cpu").done
