@@ -120,6 +120,7 @@ def test_looking_at_a_lock_does_not_take_it(tmp_path) -> None:
     assert not (tmp_path / "LOCK").exists(), "looking makes no file"
     (tmp_path / "LOCK").touch()
     assert not is_locked(tmp_path)
+    assert (tmp_path / "LOCK").exists(), "another process may be about to take it"
     assert RunFolder(tmp_path).try_claim()
 
 

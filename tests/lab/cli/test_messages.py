@@ -124,7 +124,7 @@ def test_trackio_does_not_warn(data, tmp_path) -> None:
     """In a process of its own: trackio starts threads and keeps files in the user's folder."""
     pytest.importorskip("trackio")
     command = [
-        *(sys.executable, "-W", "error::UserWarning", "-m", "angular_lab", "train", "nano"),
+        *(sys.executable, "-m", "angular_lab", "train", "nano"),
         *(f"data={data}", *SMALL, "loggers=trackio", "--device", "cpu", "--out", "run"),
     ]
     places = {"TRACKIO_DIR": str(tmp_path / "trackio"), "HOME": str(tmp_path)}
@@ -132,5 +132,5 @@ def test_trackio_does_not_warn(data, tmp_path) -> None:
         command, cwd=tmp_path, env={**os.environ, **places}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert "Warning" not in done.stderr
+    assert "warning" not in (done.stdout + done.stderr).lower()
     assert RunFolder(tmp_path / "run").done
