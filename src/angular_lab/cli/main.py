@@ -1,9 +1,11 @@
 """The command angular-lab.
 
-Exit codes: 0 done; 1 a bug, with its traceback, or a problem that `doctor` found; 2 a mistake in
-the input, in one line; 3 a loss that is not finite; 4 a worker process died; 75 stopped by SIGTERM,
-Ctrl-C or the end of its time (saved: run again, with --resume auto for a single run); 130
-interrupted by a second Ctrl-C (not saved).
+Exit codes: 0 done; 1 a bug, with its traceback; 2 a mistake in the input, in one line; 3 a loss
+that is not finite; 4 a worker process died; 75 stopped by SIGTERM, Ctrl-C or the end of its time
+(saved: run again, with --resume auto for a single run); 130 interrupted by a second Ctrl-C (not
+saved).
+
+`doctor` also returns 1 if something is wrong with the run.
 """
 
 import argparse

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from angular_lab.cli.inspect import show_run
 from angular_lab.config.named_runs import NAMED_RUNS, named_run
 from angular_lab.config.overrides import count, help_text, override
 from angular_lab.config.spec import Spec
@@ -63,13 +62,12 @@ def _horizons(text: str) -> list[int]:
 
 
 def _train(spec: Spec, out: Path, arguments: argparse.Namespace) -> None:
-    from angular_lab.run_folder import RunFolder
     from angular_lab.training.start import train
 
     resume = arguments.resume
     step = resume if isinstance(resume, int) else None
-    if resume == "auto" and not RunFolder(out).started:
-        log.info("%s: nothing to resume, it starts from the beginning", out)
+    if resume == "auto":
+        _note_fresh_start(out)
     with _stoppable():
         train(spec, out, resume != "never", arguments.device, resume_step=step)
     _print_folder(out)
@@ -116,6 +114,8 @@ def trunk(arguments: argparse.Namespace) -> None:
 
 
 def show(arguments: argparse.Namespace) -> None:
+    from angular_lab.cli.inspect import show_run
+
     if arguments.named_run not in NAMED_RUNS and show_run(arguments):
         return
     from angular_lab.show import describe
@@ -166,6 +166,13 @@ def demo(arguments: argparse.Namespace) -> None:
     from angular_lab.demo import run_demo
 
     print(run_demo(arguments.out, arguments.steps))
+
+
+def _note_fresh_start(out: Path) -> None:
+    from angular_lab.run_folder import RunFolder
+
+    if not RunFolder(out).started:
+        log.info("%s: nothing to resume, it starts from the beginning", out)
 
 
 def list_named_runs(_: argparse.Namespace) -> None:
