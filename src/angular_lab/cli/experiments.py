@@ -26,9 +26,12 @@ log = logging.getLogger(__name__)
 def seconds(text: str) -> float:
     """Parse 540s, 30m or 2h; a plain number is seconds."""
     unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:], 0)
-    number = float(text[:-1]) * unit if unit else float(text)
+    try:
+        number = float(text[:-1]) * unit if unit else float(text)
+    except ValueError:
+        number = 0.0
     if not number > 0:
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"'{text}': write a time above 0, as in 540s, 30m or 2h")
     return number
 
 

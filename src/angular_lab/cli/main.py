@@ -4,10 +4,14 @@ Exit codes: 0 done; 1 a bug, with its traceback; 2 a mistake in the input, in on
 that is not finite; 4 a worker process died; 75 stopped by SIGTERM, Ctrl-C or the end of its time
 (saved: angular-lab resume RUN continues a single run); 130 interrupted by a second Ctrl-C (not
 saved).
+
+`doctor` also returns 1 if something is wrong with the run.
 """
 
 import argparse
 import logging
+import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -15,6 +19,7 @@ from pathlib import Path
 
 from angular_lab.cli.cluster import add_ranks
 from angular_lab.cli.experiments import add_experiments
+from angular_lab.cli.inspect import add_inspect
 from angular_lab.cli.prepare import add_prepare
 from angular_lab.cli.runs import add_commands
 from angular_lab.errors import UserError
@@ -66,6 +71,9 @@ def _run(arguments: argparse.Namespace) -> int:
     except WorkerDied as error:
         log.error("error: %s", error)
         return WORKER_DIED
+    except BrokenPipeError:  # the reader of the output, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (UserError, OSError, ImportError) as error:
         if arguments.traceback:
             raise
@@ -76,18 +84,34 @@ def _run(arguments: argparse.Namespace) -> int:
         return INTERRUPTED
 
 
-def _attempt(function: Callable[[argparse.Namespace], None], arguments: argparse.Namespace) -> int:
-    from angular_lab.training.nonfinite import NotFinite  # slow: it imports torch
-    from angular_lab.training.ranks import stop_ranks
-
+def _attempt(
+    function: Callable[[argparse.Namespace], int | None], arguments: argparse.Namespace
+) -> int:
     try:
-        function(arguments)
-    except NotFinite as error:
+        return function(arguments) or 0
+    except Exception as error:
+        # a command that did not load torch, which is slow, cannot have raised this one
+        training = sys.modules.get("angular_lab.training.nonfinite")
+        if training is None or not isinstance(error, training.NotFinite):
+            raise
         log.error("error: %s", error)
         return NOT_FINITE
     finally:
-        stop_ranks()
-    return 0
+        if ranks := sys.modules.get("angular_lab.training.ranks"):
+            ranks.stop_ranks()
+
+
+class Version(argparse.Action):
+    """Print the versions that a bug report needs. Imports torch, and only when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        import torch
+
+        from angular_muown import __version__
+
+        python = ".".join(map(str, sys.version_info[:3]))
+        print(f"angular-lab {__version__} (torch {torch.__version__}, Python {python})")
+        parser.exit()
 
 
 POSITIONAL = {
@@ -99,6 +123,7 @@ POSITIONAL = {
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="angular-lab", description="The pre-training lab.")
+    parser.add_argument("--version", action=Version, nargs=0, help="show the versions and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
     def add(
@@ -121,6 +146,7 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     add_commands(add)
+    add_inspect(add)
     add_prepare(add)
     add_experiments(add)
     add_ranks(add)

@@ -58,9 +58,14 @@ def _resume(text: str) -> str | int:
 
 def _horizons(text: str) -> list[int]:
     try:
-        return sorted(count(part) for part in text.split(","))
+        steps = sorted({count(part) for part in text.split(",")})
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text}: write steps, separated by commas") from None
+        steps = []
+    if not steps or steps[0] < 2:
+        raise argparse.ArgumentTypeError(
+            f"'{text}': write numbers of steps of at least 2, separated by commas, as in 1000,2000"
+        )
+    return steps
 
 
 def _points(text: str) -> list[int | Fraction]:
@@ -81,6 +86,8 @@ def _train(
 
     resume = arguments.resume
     step = resume if isinstance(resume, int) else None
+    if resume == "auto":
+        _note_fresh_start(out)
     with _stoppable():
         train(spec, out, resume != "never", arguments.device, models=models, resume_step=step)
     _print_folder(out)
@@ -154,6 +161,10 @@ def trunk(arguments: argparse.Namespace) -> None:
 
 
 def show(arguments: argparse.Namespace) -> None:
+    from angular_lab.cli.inspect import show_run
+
+    if arguments.named_run not in NAMED_RUNS and show_run(arguments):
+        return
     from angular_lab.show import describe
 
     print(describe(_spec(arguments)))
@@ -173,15 +184,17 @@ def sample(arguments: argparse.Namespace) -> None:
 
 def export(arguments: argparse.Namespace) -> None:
     from angular_lab.data.prepare import TOKENIZER
+    from angular_lab.export.huggingface import check_target
     from angular_lab.export.huggingface import export as write
     from angular_lab.sample import load_run, tokenizer_of
     from angular_lab.training.start import data_place
 
+    check_target(arguments.out, arguments.overwrite)
     model = load_run(arguments.run, average=arguments.average, step=arguments.step)
     spec = RunFolder(arguments.run).read_spec()
     data = data_place(spec)
     tokenizer = tokenizer_of(data) if (data / TOKENIZER).exists() else None
-    write(model, spec.model, arguments.out, tokenizer)
+    write(model, spec.model, arguments.out, tokenizer, arguments.overwrite)
     if tokenizer is None or tokenizer.for_transformers is None:
         why = "it is bytes" if tokenizer else f"{data} has no {TOKENIZER}"
         log.warning("exported without a tokenizer: %s", why)
@@ -191,13 +204,20 @@ def export(arguments: argparse.Namespace) -> None:
 def export_speedrun(arguments: argparse.Namespace) -> None:
     from angular_lab.export.speedrun import export_speedrun
 
-    print(export_speedrun(arguments.out))
+    print(export_speedrun(arguments.out, arguments.overwrite))
 
 
 def demo(arguments: argparse.Namespace) -> None:
     from angular_lab.demo import run_demo
 
     print(run_demo(arguments.out, arguments.steps))
+
+
+def _note_fresh_start(out: Path) -> None:
+    from angular_lab.run_folder import RunFolder
+
+    if not RunFolder(out).started:
+        log.info("%s: nothing to resume, it starts from the beginning", out)
 
 
 def list_named_runs(_: argparse.Namespace) -> None:
@@ -217,7 +237,8 @@ def add_commands(add: Add) -> None:
         ("branch", branch, "cool down from checkpoints of a run", "run"),
         ("trunk", trunk, "train at a constant learning rate, and cool down to several horizons",
          "named_run"),
-        ("show", show, "describe a run before it starts: settings, size, time", "named_run"),
+        ("show", show, "describe a run before it starts: settings, size, time; or, for a run "
+         "folder, what differs from its named run", "named_run"),
     ):  # fmt: skip
         sub = add(name, function, summary, first, epilog=keys)
         sub.add_argument("overrides", nargs="*", metavar="key=value", help="settings to change")
@@ -281,11 +302,13 @@ def _add_uses(add: Add) -> None:
         "export", export, "write the weights in the layout of Hugging Face transformers", "run"
     )
     sub.add_argument("--out", type=Path, required=True, help="folder for the weights")
+    sub.add_argument("--overwrite", action="store_true", help="replace an earlier export")
     sub.add_argument("--average", type=float, metavar="WINDOW", help=AVERAGE)
     sub.add_argument("--step", type=count, help=STEP)
     summary = "write one self-contained script for the speedrun's optimization track"
     sub = add("export-speedrun", export_speedrun, summary)
     sub.add_argument("--out", type=Path, required=True, help="file to write")
+    sub.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     sub = add("demo", demo, "train four optimizers on this machine's Python code, and report")
     sub.add_argument("--out", type=Path, default=Path("demo"), help="default: demo")
     sub.add_argument("--steps", type=int, help="per run; default: those of nano")

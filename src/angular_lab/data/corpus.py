@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from angular_lab.data import hub
 from angular_lab.errors import UserError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -154,7 +155,8 @@ def hf_documents(
     datasets = optional("datasets")
     label = f"the dataset {path}" if name is None else f"the dataset {path} ({name})"
     try:
-        rows = datasets.load_dataset(path, name, split=split, streaming=True, **options)
+        with hub.look_up():
+            rows = datasets.load_dataset(path, name, split=split, streaming=True, **options)
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(
             f"{label}, split {split!r}, cannot be opened ({type(error).__name__}: {error}); check "

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from angular_lab.data import hub
 from angular_lab.data.corpus import END_OF_TEXT, optional
 from angular_lab.data.shards import atomic_file
 from angular_lab.errors import UserError
@@ -105,7 +106,8 @@ def load_tokenizer(name: str) -> Tokenizer:
         raise UserError(f"tokenizer {name}: no such file; give the path of a tokenizer.json")
     library = optional("tokenizers").Tokenizer
     try:
-        inner = library.from_pretrained(name)
+        with hub.look_up():
+            inner = library.from_pretrained(name)
     except Exception as error:  # the library raises plain Exception in all cases
         raise UserError(
             f"tokenizer {name!r} is neither 'bytes' nor a file, and cannot be loaded from the "

@@ -5,6 +5,7 @@ exported checkpoint gives the same logits.
 """
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
@@ -21,6 +22,7 @@ from angular_lab.models.layers import head_size, kv_heads, mlp_width, qkv_rows
 
 Exported = tuple[dict[str, Tensor], dict[str, Any]]  # state dict and configuration
 
+FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 EMBEDDING, HEAD = "embedding.weight", "lm_head.weight"
 OUTER = {EMBEDDING: "model.embed_tokens.weight", "norm.weight": "model.norm.weight", HEAD: HEAD}
 # The lab's parameter of a layer -> its parts in transformers, from the first row to the last.
@@ -73,16 +75,31 @@ def from_qwen2(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 EXPORTS: dict[str, Callable[[LanguageModel], Exported]] = {"dense": to_llama, "qwen2": to_qwen2}
 
 
+def check_target(folder: str | PathLike[str], overwrite: bool) -> None:
+    """Raise UserError if an export to a folder would replace files that it may not."""
+    if Path(folder).exists() and not Path(folder).is_dir():
+        raise UserError(f"--out {folder} is a file: give a folder")
+    exist = [name for name in FILES if (Path(folder) / name).exists()]
+    if exist and not overwrite:
+        raise UserError(
+            f"--out {folder} holds {', '.join(exist)} already: give another folder, or add "
+            "--overwrite to replace them"
+        )
+
+
 def export(
     model: LanguageModel,
     spec: ModelSpec,
     folder: str | PathLike[str],
     tokenizer: Tokenizer | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Write config.json and model.safetensors for `from_pretrained(folder)` of transformers.
 
-    With a tokenizer, write its files too; its end-of-text token begins and ends a document.
+    With a tokenizer, write its files too; its end-of-text token begins and ends a document. With
+    `overwrite`, an earlier export is removed first, so that no tokenizer of another run stays.
     """
+    check_target(folder, overwrite)
     try:
         from safetensors.torch import save_file
     except ImportError as error:
@@ -99,6 +116,8 @@ def export(
     state, config = EXPORTS[spec.kind](model)
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
+    for name in FILES:
+        (path / name).unlink(missing_ok=True)
     if tokenizer is not None:
         config |= dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.end_of_text)
         for name, text in (tokenizer.for_transformers or {}).items():
@@ -106,6 +125,8 @@ def export(
     # Older releases of transformers reject files without the framework that wrote them.
     save_file(state, path / "model.safetensors", metadata={"format": "pt"})
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    # safetensors writes a file that only its owner can read, whatever the umask
+    shutil.copymode(path / "config.json", path / "model.safetensors")
 
 
 def _to_transformers(

@@ -73,8 +73,12 @@ class Imports(ModuleFinder):
         return super().find_module(name, path, parent)
 
 
-def export_speedrun(out: Path) -> Path:
+def export_speedrun(out: Path, overwrite: bool = False) -> Path:
     """Write the script. The same sources give the same bytes."""
+    if out.is_dir():
+        raise UserError(f"--out {out} is a folder: give the name of a file")
+    if out.exists() and not overwrite:
+        raise UserError(f"--out {out} exists already: add --overwrite to replace it")
     imports = Imports()
     imports.run_script(speedrun_script.__file__)
     if others := imports.others - ALLOWED:

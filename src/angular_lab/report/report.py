@@ -32,10 +32,13 @@ from angular_lab.run_folder import Run, RunFolder, read_run
 log = logging.getLogger(__name__)
 __all__ = ["make_report", "summary", "text_table", "write_report"]
 
-TITLE = "AngularMuown: what the runs show"
+ONLY_RUNS = (
+    "These runs belong to no sweep. Their losses are validation losses in nats. No difference "
+    "between them is judged: that takes further seeds, which a sweep trains.",
+)
 INTRODUCTION = (
-    "This page repeats the experiments of the AngularMuown paper on the given runs. Losses are "
-    "validation losses in nats, and only those after the cooldown are compared. A method is one "
+    "Losses are validation losses in nats, and only those after the cooldown are compared. "
+    "A method is one "
     "way of training; its value, mostly the learning rate, was chosen on one seed and is judged on "
     "the others, in pairs of the same seed.",
     "A comparison holds if the mean paired difference is at least 0.005 with the same sign on all "
@@ -57,11 +60,22 @@ def make_report(sources: Sequence[Path], out: Path) -> Path:
     for i, part in enumerate(parts):
         many = f", group {i + 1} of {len(parts)}" if len(parts) > 1 else ""
         sections.append(single_section(part, f"single-runs-{i + 1}", f"Single runs{many}"))
-    page = write_page(out, TITLE, sections, INTRODUCTION)
+    page = write_page(out, _title(sweeps, runs), sections, INTRODUCTION if sweeps else ONLY_RUNS)
     for section in sections:
         for text in section.warnings:
             log.warning("warning: %s: %s", section.title, text)
     return page
+
+
+def _title(sweeps: Sequence[SweepResults], runs: Sequence[Run]) -> str:
+    """Return what the page is about: the question of its sweep, or what was trained."""
+    if len(sweeps) == 1:
+        return sweeps[0].title
+    names = [sweep.experiment for sweep in sweeps] or [run.spec.optim.name for run in runs]
+    distinct = [*dict.fromkeys(names)]
+    more = f" and {len(distinct) - 4} more" if len(distinct) > 4 else ""
+    kind, count = ("sweep", len(sweeps)) if sweeps else ("run", len(runs))
+    return f"{count} {kind}{'s' * (count != 1)}: {', '.join(distinct[:4])}{more}"
 
 
 def _opening(

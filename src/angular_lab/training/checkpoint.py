@@ -23,8 +23,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.utils._pytree import tree_leaves
 
 from angular_lab.errors import UserError
+from angular_lab.log import short_bytes
 from angular_lab.run_folder import PREFIX, write_atomically
 from angular_lab.training.averages import Averages
 from angular_lab.training.ranks import Ranks
@@ -99,7 +101,8 @@ def save(
         if isinstance(cause, KeyboardInterrupt):  # torch wraps it like an error
             raise cause from None
         raise OSError(
-            f"checkpoint of step {step} could not be written to {folder}: {cause}; the "
+            f"checkpoint of step {step} could not be written to {folder}: {cause}"
+            f"{_missing_space(folder, content)}; the "
             f"last good one is step {max(steps(folder), default='none')}"
         ) from None
     if ranks.first:
@@ -110,6 +113,19 @@ def save(
             os.rename(temporary, target)
         _sync(folder)
     ranks.barrier()
+
+
+def _missing_space(folder: Path, content: dict[str, Any]) -> str:
+    """Return how much disk space a checkpoint lacks; "" if there is enough."""
+    leaves = tree_leaves(content)
+    needed = sum(x.numel() * x.element_size() for x in leaves if isinstance(x, torch.Tensor))
+    free = shutil.disk_usage(folder).free
+    if free >= needed:
+        return ""
+    return (
+        f". It takes {short_bytes(needed)} and the disk has {short_bytes(free)}: free "
+        f"{short_bytes(needed - free)} more"
+    )
 
 
 def _content(
@@ -268,6 +284,19 @@ def _damage(path: Path, ranks: Ranks) -> list[str]:
         except OSError as error:
             damage.append(f"{name} cannot be read ({error})")
     return list(dict.fromkeys(text for part in ranks.gather(damage) for text in part))
+
+
+def problems(path: Path) -> list[str]:
+    """Describe what keeps a checkpoint from being loaded: damaged files, or a damaged index."""
+    found = [] if (path / HASHES).exists() else [f"{HASHES} is missing"]
+    found += _damage(path, Ranks(0, 1, torch.device("cpu"))) if not found else []
+    try:
+        saved = SafeReader(path).read_metadata().state_dict_metadata
+    except (Exception, dcp.api.CheckpointException) as error:
+        return [*found, f"its index cannot be read ({_cause(error)})"]
+    if not any(name.startswith("model.") for name in saved):
+        found.append("its index lists no weights")
+    return found
 
 
 def _seal(folder: Path, ranks: Ranks) -> None:

@@ -71,7 +71,8 @@ class Tracker:
         )  # fmt: skip
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        self.module.log(values, step=step)
+        # trackio warns at every step about a key that it reserves
+        self.module.log({k: v for k, v in values.items() if k != "step"}, step=step)
 
     def close(self) -> None:
         self.module.finish()

@@ -241,7 +241,10 @@ def test_settings_may_follow_options(data, tmp_path, capsys) -> None:
     assert "unrecognized: model.vocabulary=300" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["trunk", "nano", "--horizons", "4,many"])
-    assert "--horizons: 4,many: write steps, separated by commas" in capsys.readouterr().err
+    assert (
+        "--horizons: '4,many': write numbers of steps of at least 2, separated"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_failed_start_leaves_the_folder_free(data, tmp_path) -> None:

@@ -121,7 +121,7 @@ def test_the_command_line_chooses_steps(data, tmp_path, capsys) -> None:
     assert main(command) == 0
     _flip_bit(_folder(tmp_path / "run", 6) / "__0_0.distcp")
     capsys.readouterr()
-    export = ["export", out, "--out", str(tmp_path / "hf")]
+    export = ["export", out, "--out", str(tmp_path / "hf"), "--overwrite"]
     for reading in (["sample", out, "def ", "--length", "5"], export):
         assert main(reading) == 2
         error = capsys.readouterr().err
