@@ -12,7 +12,7 @@ from pathlib import Path
 
 from angular_lab.errors import UserError
 from angular_lab.experiments.comparison import EXPERIMENTS
-from angular_lab.experiments.statistics import BestRate, Side, best_rate
+from angular_lab.experiments.statistics import BestRate, Side, best_rate, judging_seeds
 from angular_lab.run_folder import RUNS, SPEC, Run, read_run
 from angular_lab.sweeps.sweep_file import OLD_FILE, SWEEPS, SweepRecord, TrialRecord
 
@@ -127,7 +127,7 @@ class SweepResults:
     @property
     def judges(self) -> list[int]:
         """Seeds that count in means and verdicts: not one that chose, unless it is the only one."""
-        return [seed for seed in self.seeds if seed != self.choosing_seed] or self.seeds
+        return judging_seeds(self.seeds, self.choosing_seed)
 
     def has_grid(self, arm: str) -> bool:
         return len({trial.value for trial in self.of_arm(arm)}) > 1

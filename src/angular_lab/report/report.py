@@ -26,7 +26,7 @@ from angular_lab.report.results import (
 )
 from angular_lab.report.single_runs import groups, row, single_section
 from angular_lab.report.tables import Table, text_table
-from angular_lab.report.verdicts import all_pairs_table, claims_table, pair_table
+from angular_lab.report.verdicts import RULE, all_pairs_table, claims_table, pair_table
 from angular_lab.run_folder import Run, RunFolder, read_run
 
 log = logging.getLogger(__name__)
@@ -38,10 +38,10 @@ INTRODUCTION = (
     "validation losses in nats, and only those after the cooldown are compared. A method is one "
     "way of training; its value, mostly the learning rate, was chosen on one seed and is judged on "
     "the others, in pairs of the same seed.",
-    "A comparison holds if the mean paired difference is at least 0.005 with the same sign on all "
-    "seeds, and is reversed if the same is true in the other direction. Everything else, and "
-    "everything with one seed, is inconclusive; a claimed speed-up is missed if every seed has "
-    "one, but too small. Numbers in italics are the paper's, not ours.",
+    f"A comparison asks whether the first method is below the second. {RULE} It is reversed if the "
+    "same is true in the other direction. Everything else is open: the first one leads or trails "
+    "on all seeds so far, or the comparison is inconclusive. Numbers in italics are the paper's, "
+    "not ours.",
 )
 
 

@@ -30,7 +30,7 @@ def test_a_speed_up_that_is_too_small_on_every_seed_is_missed(tmp_path: Path) ->
     row = claims["AngularMuown reaches AdamW's loss with about half the tokens"]
     assert row["verdict"] == "missed"
     assert row["reason"].startswith("faster, but by less than claimed: speed-up 1.41, 1.41 where")
-    assert "missed where every seed has one and all have less than that" in visible(page)
+    assert "is missed where it lies above the interval" in visible(page)
 
 
 @pytest.mark.parametrize(
@@ -81,5 +81,5 @@ def test_comparisons_of_two_seeds_or_more_come_first(tmp_path: Path) -> None:
     assert table(tmp_path / "out", "alone-pairs")[0]["seeds"] == "one seed (0)"
     rows = table(tmp_path / "out", "pairs")
     assert [row["experiment"] for row in rows] == ["teaser, scale s", "tuned-adamw, scale s"]
-    assert [row["verdict"] for row in rows] == ["holds", "holds"]
+    assert [row["verdict"] for row in rows] == ["holds", "leads on 2 of 2 seeds"]
     assert float(rows[1]["mean difference"]) == pytest.approx(-0.08)
