@@ -38,8 +38,11 @@ def pairs(sweep: SweepResults) -> Rows:
         interval = f"{ends[0]:+.4f} to {ends[1]:+.4f}" if ends else "-"
         cells = [f"{paired.mean:+.4f}", interval, ", ".join(map(str, paired.seeds))]
         tokens = tokens_form(sweep.tokens(horizon))
-        rows.append([title(a), title(b), tokens, *cells, result.label])
-    return [["method", "against", "tokens", "difference", "95% interval", "seeds", "lower?"], *rows]
+        at_edge = [title(arm) for arm in (a, b) if sweep.at_edge(arm)]
+        label = f"{result.label}, edge: {', '.join(at_edge)}" if at_edge else result.label
+        rows.append([title(a), title(b), tokens, *cells, label, result.to_settle or "-"])
+    head = ["method", "against", "tokens", "difference", "95% interval", "seeds", "lower?"]
+    return [[*head, "to settle"], *rows]
 
 
 def _windows(kept: Kept) -> Rows:

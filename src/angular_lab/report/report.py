@@ -11,6 +11,7 @@ from typing import Any
 from angular_lab.errors import UserError
 from angular_lab.report.averages import average_tables
 from angular_lab.report.cooldowns import cooldown_tables, variant_shares
+from angular_lab.report.differences import difference_figure
 from angular_lab.report.figures import sweep_figures
 from angular_lab.report.page import Section, write_page
 from angular_lab.report.plots import save
@@ -71,7 +72,8 @@ def _opening(
     counted = f"{len(sweeps)} sweep{'s' * (len(sweeps) != 1)} with {trials} trials"
     words = [f"{counted}, and {len(runs)} single run{'s' * (len(runs) != 1)}."]
     tables = claims_table(sweeps, "claims"), all_pairs_table(sweeps, "pairs")
-    return Section("short", "In short", words, warnings, [t for t in tables if t is not None])
+    listed = [table for table in tables if table is not None]
+    return Section("short", "In short", words, warnings=warnings, tables=listed)
 
 
 def _sweep_section(sweep: SweepResults) -> Section:
@@ -93,6 +95,7 @@ def _sweep_section(sweep: SweepResults) -> Section:
         key=key_of(sweep, "sweep"),
         title=f"{sweep.title} ({sweep.name})",
         words=words,
+        headline=difference_figure(sweep),
         warnings=sweep.warnings,
         tables=[table for table in tables if table is not None],
         figures=sweep_figures(sweep),

@@ -66,13 +66,18 @@ def finals_table(sweep: SweepResults) -> Table:
     cells = {h: mean_cells(sweep, h) for h in sweep.horizons}
     for label in sweep.arms:
         best = sweep.best.get(label) if sweep.on_axis(label) else None
-        row: Row = {"method": label, f"best {sweep.axis}": best.lr if best else None}
+        edge = " edge" if sweep.at_edge(label) else ""
+        cell = Mark(best.lr, edge.strip(), f"{best.lr:.4g}{edge}") if best else None
+        row: Row = {"method": label, f"best {sweep.axis}": cell}
         for horizon in sweep.horizons:
             row[f"ours at {tokens_form(sweep.tokens(horizon))}"] = cells[horizon][label]
         seeds = {seed for h in sweep.horizons for seed in sweep.shown(label, h)}
         row["seeds"] = seeds_form(sorted(seeds))
         rows.append(row | _paper_teaser(sweep, label))
     note = "Mean validation loss after the cooldown, by number of tokens; n: number of seeds. "
+    note += "Edge: the best value lies at the end of its grid. " * any(
+        map(sweep.at_edge, sweep.arms)
+    )
     note += judges_note(sweep)
     note += f"{paper_note(sweep)}." if sweep.experiment == "teaser" else ""
     title = "Final loss by method and horizon"

@@ -321,7 +321,9 @@ RULE = (
 )
 PAIRS_NOTE = (
     "Seed by seed, each method at its best value; negative is better for the first one. Interval: "
-    f"Student's, of the mean over seeds. {RULE}"
+    f"Student's, of the mean over seeds. {RULE} Edge: the best value of this method lies at the "
+    "end of its grid, so a wider grid may change the verdict. To settle: seeds needed in addition "
+    "if mean and variance stay as they are."
 )
 
 
@@ -345,6 +347,12 @@ def all_pairs_table(sweeps: Sequence[SweepResults], key: str) -> Table | None:
     return Table(key, title, rows, PAIRS_NOTE) if rows else None
 
 
+def edge_tag(sweep: SweepResults, *arms: str) -> Mark | None:
+    """Return which of the methods have their best value at the end of its grid."""
+    at_edge = [arm for arm in arms if sweep.at_edge(arm)]
+    return Mark(f"edge: {', '.join(at_edge)}", "edge") if at_edge else None
+
+
 def _compare(sweep: SweepResults, a: str, b: str, horizon: int) -> Row:
     result = verdict(sweep.judged(a, horizon), sweep.judged(b, horizon))
     interval = result.interval
@@ -352,8 +360,10 @@ def _compare(sweep: SweepResults, a: str, b: str, horizon: int) -> Row:
         "claim": f"{a} is below {b}",
         "tokens": token_count(sweep.tokens(horizon)),
         "verdict": Mark(result.label, result.outcome),
+        "edge": edge_tag(sweep, a, b),
         "mean difference": difference(result.paired.mean),
         "95% interval": interval and f"{interval[0]:+.4f} to {interval[1]:+.4f}",
         "seeds": seeds_form(result.paired.seeds),
+        "to settle": result.to_settle,
         "reason": result.reason,
     }

@@ -145,7 +145,15 @@ def test_width_qwen2_moe_and_speedrun(tmp_path: Path) -> None:
 def test_every_figure_is_on_the_page_and_in_two_stable_files(tmp_path: Path) -> None:
     root, out = choosing(tmp_path / "small"), tmp_path / "out"
     page = make_report([root], out)
-    names = {"loss-curves", "horizons", "above-ours", "loss-by-value", "angles", "row-norms"}
+    names = {
+        "differences",
+        "loss-curves",
+        "horizons",
+        "above-ours",
+        "loss-by-value",
+        "angles",
+        "row-norms",
+    }
     files = {path.name: path.read_bytes() for path in (out / "figures").iterdir()}
     assert files.keys() == {f"small-{name}.{kind}" for name in names for kind in ("svg", "png")}
     for name, content in files.items():
