@@ -91,7 +91,7 @@ class SweepResults:
 
     @property
     def seeds(self) -> list[int]:
-        return list(self.record.seeds)
+        return [*self.record.seeds, *self.record.added_seeds]
 
     @property
     def ours(self) -> str | None:
@@ -393,7 +393,7 @@ def _note_gaps(sweep: SweepResults) -> None:
     for trial in (*sweep.trials, *sweep.variants):
         sweep.warnings += _gaps(trial)
     for arm, best in sweep.best.items():
-        for seed in sweep.seeds:
+        for seed in sweep.record.seeds:
             if seed not in sweep.at_best(arm):
                 sweep.warnings.append(f"{arm} at {best.lr:g}: seed {seed} is missing")
         if sweep.at_edge(arm):

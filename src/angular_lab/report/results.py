@@ -39,12 +39,25 @@ def paper_note(sweep: SweepResults) -> str:
 
 
 def judges_note(sweep: SweepResults) -> str:
+    added = added_note(sweep) and f"{added_note(sweep)} "
     if sweep.choosing_seed not in sweep.seeds or len(sweep.seeds) < 2:
-        return ""
+        return added
     where = "" if sweep.has_choice else ", in another sweep,"
     return (
         f"Seed {sweep.choosing_seed} chose the value{where} and does not count once other seeds "
-        "are finished. "
+        f"are finished. {added}"
+    )
+
+
+def added_note(sweep: SweepResults) -> str:
+    """Return what to know about seeds that only open pairs got."""
+    if not sweep.record.added_seeds:
+        return ""
+    many = "judge" if len(sweep.record.added_seeds) > 1 else "judges"
+    return (
+        f"{seeds_form(sweep.record.added_seeds).capitalize()} {many} only pairs that were still "
+        "open: methods differ in their number of seeds, and a verdict that was looked at several "
+        "times is weaker than its interval says."
     )
 
 

@@ -25,7 +25,7 @@ from angular_lab.experiments.statistics import (
     verdict,
 )
 from angular_lab.report.read import SweepResults
-from angular_lab.report.results import curves, key_of
+from angular_lab.report.results import added_note, curves, key_of
 from angular_lab.report.tables import (
     Mark,
     Row,
@@ -330,7 +330,8 @@ PAIRS_NOTE = (
 def pair_table(sweep: SweepResults) -> Table | None:
     rows = [_compare(sweep, a, b, h) for a, b in sweep.pairs for h in sweep.horizons]
     title = "Method against method"
-    return Table(key_of(sweep, "pairs"), title, rows, PAIRS_NOTE) if rows else None
+    note = f"{PAIRS_NOTE} {added_note(sweep)}".strip()
+    return Table(key_of(sweep, "pairs"), title, rows, note) if rows else None
 
 
 def all_pairs_table(sweeps: Sequence[SweepResults], key: str) -> Table | None:
