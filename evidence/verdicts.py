@@ -1,10 +1,10 @@
-"""Verdicts on two methods: a difference holds only where its 95% interval excludes zero."""
+"""Verdicts on two methods, by the lab's rule: `angular_lab.experiments.statistics.verdict`."""
 
 from collections.abc import Mapping
 
 from angular_lab.experiments import statistics
 from angular_lab.experiments.published import CLAIMED_SPEED_UPS, TEASER
-from angular_lab.experiments.statistics import paired_differences, student_interval
+from angular_lab.experiments.statistics import speed_up_outcome, verdict
 from angular_lab.report.read import SweepResults
 from angular_lab.report.tables import tokens_form
 from evidence.comparison import Comparison
@@ -12,23 +12,12 @@ from evidence.kept import OURS, Kept, Rows
 from evidence.measures import speed_up
 from evidence.titles import title
 
-LEAST = 0.005  # nats; smaller differences do not matter
 WINDOWS = (0.1, 0.2, 0.4)  # of the averages, as shares of the steps
 
 
 def judge(ours: Mapping[int, float], other: Mapping[int, float]) -> str:
     """Return the verdict on "ours is below other", by the losses of the seeds that judge."""
-    gaps = paired_differences(ours, other).differences
-    interval = student_interval(gaps) if gaps else None
-    if interval is None:
-        return "inconclusive: one seed" if gaps else "inconclusive: no seed"
-    if interval[0] * interval[1] > 0:
-        if abs(sum(gaps)) < LEAST * len(gaps):
-            return f"inconclusive: less than {LEAST}"
-        return "holds" if interval[1] < 0 else "reversed"
-    lower, seeds = sum(gap < 0 for gap in gaps), len(gaps)
-    count = f"lower on {lower}" if lower else f"higher on {seeds}"
-    return f"inconclusive: {count} of {seeds} seeds"
+    return verdict(ours, other).label
 
 
 def tables(kept: Kept) -> dict[str, Rows]:
@@ -42,16 +31,18 @@ def tables(kept: Kept) -> dict[str, Rows]:
 def pairs(sweep: SweepResults) -> Rows:
     rows = []
     for (a, b), horizon in ((pair, h) for pair in sweep.pairs for h in sweep.horizons):
-        ours, other = sweep.judged(a, horizon), sweep.judged(b, horizon)
-        paired = paired_differences(ours, other)
+        result = verdict(sweep.judged(a, horizon), sweep.judged(b, horizon))
+        paired, ends = result.paired, result.interval
         if paired.mean is None:
             continue
-        ends = student_interval(paired.differences)
         interval = f"{ends[0]:+.4f} to {ends[1]:+.4f}" if ends else "-"
         cells = [f"{paired.mean:+.4f}", interval, ", ".join(map(str, paired.seeds))]
         tokens = tokens_form(sweep.tokens(horizon))
-        rows.append([title(a), title(b), tokens, *cells, judge(ours, other)])
-    return [["method", "against", "tokens", "difference", "95% interval", "seeds", "lower?"], *rows]
+        at_edge = [title(arm) for arm in (a, b) if sweep.at_edge(arm)]
+        label = f"{result.label}, edge: {', '.join(at_edge)}" if at_edge else result.label
+        rows.append([title(a), title(b), tokens, *cells, label, result.to_settle or "-"])
+    head = ["method", "against", "tokens", "difference", "95% interval", "seeds", "lower?"]
+    return [[*head, "to settle"], *rows]
 
 
 def _windows(kept: Kept) -> Rows:
@@ -71,8 +62,8 @@ def _paper(kept: Kept) -> Rows:
         ours = speed_up(teaser.curves, teaser.at(name, "90M"))
         theirs = statistics.speed_up(TEASER[OURS].curve, TEASER[name].curve)
         interval = f"{ours['low']:.2f} to {ours['high']:.2f}"
-        verdict = "missed" if ours["high"] < claimed else "inconclusive"
-        cells = [f"about {claimed:g}", f"{theirs:.2f}", f"{ours['mean']:.2f}", interval, verdict]
+        outcome = speed_up_outcome((ours["low"], ours["high"]), claimed)
+        cells = [f"about {claimed:g}", f"{theirs:.2f}", f"{ours['mean']:.2f}", interval, outcome]
         rows.append([title(name), *cells])
     head = ["fewer tokens than", "the paper's claim", "its curves", "here", "95% interval"]
     return [[*head, "the claim is"], *rows]

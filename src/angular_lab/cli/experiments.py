@@ -58,6 +58,7 @@ def sweep(arguments: argparse.Namespace) -> None:
             f"--name {arguments.name} for {len(names)} experiments: give one experiment"
         )
     sweeps = [_sweep(name, arguments) for name in names]
+    _settle(sweeps, arguments)
     budget = arguments.budget - (time.monotonic() - arguments.began)  # imports take seconds
     if arguments.processes == 1:
         run_sweeps(sweeps, budget, arguments.extend)
@@ -65,8 +66,37 @@ def sweep(arguments: argparse.Namespace) -> None:
         run_in_processes(sweeps, arguments.processes, budget, arguments.extend)
     for finished in sweeps:
         _print_outcome(finished)
+        if arguments.until:
+            _print_pairs(finished)
     files = shlex.join(str(finished.path) for finished in sweeps)
     print(f"for a page about it: angular-lab report {files}")
+
+
+def _settle(sweeps: "list[Sweep]", arguments: argparse.Namespace) -> None:
+    """Let open pairs have more judging seeds, if the user asked for that."""
+    until, most = arguments.until, arguments.max_seeds
+    if until is None and most is None:
+        return
+    if until is None or most is None:
+        missing = "--until settled" if until is None else "--max-seeds N"
+        given = f"--max-seeds {most}" if until is None else f"--until {until}"
+        raise UserError(f"{given} without {missing}: give both")
+    if most < 2:
+        raise UserError(f"--max-seeds {most}: a verdict takes at least 2 judging seeds")
+    for sweep in sweeps:
+        if not sweep.experiment.pairs:
+            raise UserError(f"--until settled: {sweep.experiment.name} does not compare methods")
+        sweep.max_seeds = most
+
+
+def _print_pairs(sweep: "Sweep") -> None:
+    for (a, b), verdict in sweep.verdicts().items():
+        if verdict is None:
+            print(f"{a} below {b}: not judged, no value was chosen")
+        else:
+            left = f"; to settle: {verdict.to_settle}" if verdict.to_settle else ""
+            seeds = ", ".join(map(str, verdict.paired.seeds))
+            print(f"{a} below {b}: {verdict.label} (seeds {seeds}){left}")
 
 
 def _print_outcome(sweep: "Sweep") -> None:
@@ -159,6 +189,9 @@ def add_experiments(add: Callable[..., argparse.ArgumentParser]) -> None:
     sub.add_argument("experiments", nargs="+", metavar="experiment", help=EXPERIMENT)
     sub.add_argument("--budget", type=seconds, default=inf, help="stop after 540s, 30m, 2h")
     sub.add_argument("--processes", type=int, default=1, help=PROCESSES)
+    help_text = "add judging seeds to pairs whose verdict is open, at the last horizon"
+    sub.add_argument("--until", choices=["settled"], help=help_text)
+    sub.add_argument("--max-seeds", type=int, metavar="N", help="judging seeds of a pair at most")
     _add_sweep_options(sub)
     sub = add("submit", submit, "submit the trials of an experiment that can run now as jobs")
     sub.add_argument("experiment", help=EXPERIMENT)

@@ -1,8 +1,9 @@
 """Statistics of losses: speed-ups, paired verdicts, intervals, the speedrun's rule.
 
-Only losses after the cooldown are compared, and in pairs of the same seed, because a seed moves
-both sides alike. What cannot be computed is returned as such (None, "inconclusive", the missing
-seeds), so that a report can show it. No torch here.
+The rule of every verdict is here: in the report, in the README and in the documentation. Only
+losses after the cooldown are compared, and in pairs of the same seed, because a seed moves both
+sides alike. What cannot be computed is returned as such (None, "inconclusive", the missing seeds),
+so that a report can show it. No torch here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,9 +16,14 @@ from typing import Literal
 from angular_lab.experiments.published import SPEEDRUN_MARGIN, SPEEDRUN_TARGET
 
 Curve = Sequence[tuple[float, float]]  # (tokens, cooled-down loss), by tokens
-# missed: an effect of a claimed size that every seed shows, but too small
+# missed: the measured size of an effect is below the claimed one
 Outcome = Literal["holds", "reversed", "inconclusive", "missed"]
 Side = Literal["below", "above"]
+
+LEAST = 0.005  # nats; smaller differences do not matter
+FEWEST = 4  # seeds of one sign that decide where the interval does not
+FURTHER = 100  # seeds that an estimate looks ahead
+NEARLY = 0.9  # "about half the tokens" holds from nine tenths of the claimed speed-up
 
 # Losses with three digits that are 0.005 apart differ by 0.00499999999999989 in binary.
 ROUNDING = 1e-9
@@ -45,8 +51,23 @@ class PairedDifferences:
 @dataclass(frozen=True)
 class Verdict:
     outcome: Outcome
+    label: str  # the outcome for a table's cell, with what an open one shows so far
     reason: str  # for a report to print
     paired: PairedDifferences
+    interval: tuple[float, float] | None  # 95%, of the mean difference; None below two seeds
+    settled: bool  # decided, or known to be too small to matter
+    further_seeds: int | None  # that would settle it; None: unknown, or not within FURTHER
+
+    @property
+    def to_settle(self) -> str | None:
+        """How many more seeds would settle the pair; None if it is settled."""
+        if self.settled:
+            return None
+        if self.interval is None:
+            return f"at least {_count(2 - len(self.paired.seeds), 'more seed')}"
+        if self.further_seeds is None:
+            return f"not within {FURTHER}"
+        return _count(self.further_seeds, "more seed")
 
 
 @dataclass(frozen=True)
@@ -115,14 +136,57 @@ def paired_differences(a: Mapping[int, float], b: Mapping[int, float]) -> Paired
     )
 
 
-def verdict(a: Mapping[int, float], b: Mapping[int, float], threshold: float = 0.005) -> Verdict:
-    """Judge "a is below b": by `threshold` on average, with the same sign on all seeds."""
+def verdict(a: Mapping[int, float], b: Mapping[int, float], threshold: float = LEAST) -> Verdict:
+    """Judge "a is below b": it holds if the mean difference is at least `threshold` and its 95%
+    interval excludes zero, or at least four seeds have one sign."""
     _check_positive("threshold", threshold)
     paired = paired_differences(a, b)
-    outcome, reason = _judge(paired, threshold)
+    interval = student_interval(paired.differences) if paired.differences else None
+    outcome, label, reason = _judge(paired, interval, threshold)
     if missing := sorted(paired.missing_in_a + paired.missing_in_b):
         reason += f"; only one side has seeds {', '.join(map(str, missing))}"
-    return Verdict(outcome, reason, paired)
+    settled = outcome != "inconclusive" or _is_within(interval, threshold)
+    further = 0 if settled else seeds_to_settle(paired.differences, threshold)
+    return Verdict(outcome, label, reason, paired, interval, settled, further)
+
+
+def seeds_to_settle(differences: Sequence[float], threshold: float = LEAST) -> int | None:
+    """Return how many more seeds would settle a pair if mean and variance stayed as they are.
+
+    A pair is settled where the interval excludes zero or, for a mean below `threshold`, lies within
+    it. None if that takes more than 100 seeds, or if fewer than two give no variance.
+    """
+    if len(differences) < 2:
+        return None
+    mean, deviation = fmean(differences), stdev(differences)
+    for further in range(FURTHER + 1):
+        half = _half_width(deviation, len(differences) + further)
+        ends = mean - half, mean + half
+        matters = abs(mean) >= threshold - ROUNDING
+        if _excludes_zero(ends) if matters else _is_within(ends, threshold):
+            return further
+    return None
+
+
+def sign_test(seeds: int) -> float:
+    """Return the two-sided p-value of `seeds` differences that all have one sign."""
+    return 0.5 ** (seeds - 1)
+
+
+def speed_up_outcome(interval: tuple[float, float], claimed: float) -> Outcome:
+    """Judge a claimed speed-up by the interval of the measured one: it is missed if it lies above
+    the interval, and nine tenths of it suffice to hold."""
+    low, high = interval
+    if low >= NEARLY * claimed:
+        return "holds"
+    if high < 1:
+        return "reversed"
+    return "missed" if high < claimed else "inconclusive"
+
+
+def judging_seeds(seeds: Sequence[int], choosing: int | None) -> list[int]:
+    """Return the seeds that judge: not the one that chose, unless it is the only one."""
+    return [seed for seed in seeds if seed != choosing] or list(seeds)
 
 
 def student_interval(values: Sequence[float]) -> tuple[float, float] | None:
@@ -137,9 +201,21 @@ def student_interval(values: Sequence[float]) -> tuple[float, float] | None:
         _check_finite("a value", value)
     if len(values) < 2:
         return None
-    quantile = STUDENT_95[min(len(values) - 1, len(STUDENT_95)) - 1]
-    half = quantile * stdev(values) / sqrt(len(values))
+    half = _half_width(stdev(values), len(values))
     return fmean(values) - half, fmean(values) + half
+
+
+def _half_width(deviation: float, count: int) -> float:
+    quantile = STUDENT_95[min(count - 1, len(STUDENT_95)) - 1]
+    return quantile * deviation / sqrt(count)
+
+
+def _excludes_zero(interval: tuple[float, float]) -> bool:
+    return interval[0] > 0 or interval[1] < 0
+
+
+def _is_within(interval: tuple[float, float] | None, threshold: float) -> bool:
+    return interval is not None and max(map(abs, interval)) < threshold - ROUNDING
 
 
 def speed_up_interval(
@@ -209,16 +285,37 @@ def best_rate(by_rate: Mapping[float, float]) -> BestRate:
     return BestRate(lr, finite[lr], bool(extend), extend)
 
 
-def _judge(paired: PairedDifferences, threshold: float) -> tuple[Outcome, str]:
-    runs, mean = len(paired.seeds), paired.mean
-    if runs < 2 or mean is None:
-        return "inconclusive", f"{runs} common seed{'s' * (runs != 1)}: it takes at least two"
-    shown = f"mean difference {mean:+.4f} over {runs} seeds"
-    if not (all(d < 0 for d in paired.differences) or all(d > 0 for d in paired.differences)):
-        return "inconclusive", f"{shown}, not of one sign"
-    if abs(mean) < threshold - ROUNDING:
-        return "inconclusive", f"{shown}, less than {threshold:g}"
-    return "holds" if mean < 0 else "reversed", f"{shown}, of one sign, at least {threshold:g}"
+def _judge(
+    paired: PairedDifferences, interval: tuple[float, float] | None, threshold: float
+) -> tuple[Outcome, str, str]:
+    """Return the outcome, its label and the reason."""
+    seeds, mean = len(paired.seeds), paired.mean
+    if interval is None or mean is None:
+        reason = f"{_count(seeds, 'common seed')}: it takes at least two"
+        return "inconclusive", f"inconclusive: {'one' if seeds else 'no'} seed", reason
+    lower, higher = (sum(sign * d > 0 for d in paired.differences) for sign in (-1, 1))
+    has_one_sign = seeds in (lower, higher)
+    shown = f"mean difference {mean:+.4f} over {seeds} seeds, "
+    shown += f"95% interval {interval[0]:+.4f} to {interval[1]:+.4f}"
+    if abs(mean) >= threshold - ROUNDING:
+        outcome: Outcome = "holds" if mean < 0 else "reversed"
+        if _excludes_zero(interval):
+            return outcome, outcome, f"{shown} excludes zero"
+        if has_one_sign and seeds >= FEWEST:
+            test = f"sign test: {seeds} of {seeds} seeds, p = {sign_test(seeds):.3g}"
+            return outcome, f"{outcome} ({test})", f"{shown} includes zero; {test}"
+        if has_one_sign:
+            label = f"{'leads' if lower else 'trails'} on {seeds} of {seeds} seeds"
+            return "inconclusive", label, f"{shown} includes zero"
+    elif has_one_sign or _excludes_zero(interval) or _is_within(interval, threshold):
+        small = f"less than {threshold:g}"
+        return "inconclusive", f"inconclusive: {small}", f"{shown}; the mean is {small}"
+    label = f"inconclusive: lower on {lower} of {seeds} seeds"
+    return "inconclusive", label, f"{shown}, not of one sign"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _check_curve(curve: Curve) -> None:

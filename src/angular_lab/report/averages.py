@@ -121,6 +121,6 @@ def _row(key: Key, weights: dict[int, float], averages: dict[int, float]) -> Row
         "average": loss(fmean(averages.values())),
         "mean difference": difference(result.paired.mean),
         "seeds": seeds_form(result.paired.seeds),
-        "the average is below": Mark(result.outcome, result.outcome),
+        "the average is below": Mark(result.label, result.outcome),
         "reason": result.reason,
     }

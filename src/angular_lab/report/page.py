@@ -24,11 +24,16 @@ class Section:
     key: str
     title: str
     words: Sequence[str] = ()
+    headline: Figure | None = None
     warnings: Sequence[str] = ()
     tables: Sequence[Table] = ()
     figures: Sequence[Figure] = ()
     details: Sequence[Table] = ()  # folded
     texts: Sequence[tuple[str, str]] = ()  # (heading, preformatted text)
+
+    @property
+    def all_figures(self) -> list[Figure]:
+        return [*([self.headline] if self.headline else []), *self.figures]
 
 
 def write_page(
@@ -44,7 +49,7 @@ def write_page(
     drawings = {
         figure.key: Markup(save([figure.panel], out / "figures" / figure.key))
         for section in sections
-        for figure in section.figures
+        for figure in section.all_figures
     }
     templates = Environment(
         loader=PackageLoader("angular_lab.report"),

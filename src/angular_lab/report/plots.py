@@ -13,7 +13,10 @@ from angular_lab.report.tables import short_number
 
 # Okabe and Ito, 2008, without the yellow, which is pale on white. Black becomes the text colour.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
-Kind = Literal["line", "branch", "dots", "points", "prediction", "best", "diverged"]
+Kind = Literal[
+    "line", "branch", "dots", "points", "prediction", "best", "diverged", "settled", "open",
+    "cut_low", "cut_high",
+]  # fmt: skip
 STYLES: dict[Kind, dict[str, Any]] = {
     "line": {"linewidth": 1.8},
     "branch": {"linewidth": 1.3, "marker": "o", "markersize": 3.5, "markevery": [-1]},
@@ -22,6 +25,10 @@ STYLES: dict[Kind, dict[str, Any]] = {
     "prediction": {"linewidth": 1.1, "linestyle": (0, (4, 3)), "alpha": 0.85},
     "best": {"linestyle": "none", "marker": "*", "markersize": 14},
     "diverged": {"linestyle": "none", "marker": "x", "markersize": 8, "markeredgewidth": 2},
+    "settled": {"linestyle": "none", "marker": "o", "markersize": 7},
+    "open": {"linestyle": "none", "marker": "o", "markersize": 7, "fillstyle": "none"},
+    "cut_low": {"linestyle": "none", "marker": "<", "markersize": 6, "clip_on": False},
+    "cut_high": {"linestyle": "none", "marker": ">", "markersize": 6, "clip_on": False},
 }
 
 
@@ -34,6 +41,7 @@ class Trace:
     color: int
     label: str = ""
     kind: Kind = "line"
+    spans: Sequence[tuple[float, float]] = ()  # whiskers along x, one for each point
 
 
 class Panel(NamedTuple):
@@ -45,6 +53,9 @@ class Panel(NamedTuple):
     x_ticks: Sequence[float] = ()  # () leaves them to matplotlib
     y_top: float | None = None  # cuts off values that would squeeze the rest
     y_bottom: float | None = None
+    y_names: Sequence[str] = ()  # of the rows 0, 1, ..., from the top
+    x_limits: tuple[float, float] | None = None
+    x_band: float | None = None  # shades -band to band, around a line at zero
 
 
 @dataclass(frozen=True)
@@ -64,16 +75,38 @@ def draw(axes: Any, panel: Panel) -> None:
                       label=trace.label or None, **style)  # fmt: skip
         else:
             axes.plot(trace.xs, trace.ys, label=trace.label or None, **style)
+        if trace.spans:
+            lows, highs = zip(*trace.spans, strict=True)
+            axes.hlines(trace.ys, lows, highs, color=style["color"], linewidth=1.5)
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
     _scale(axes, panel)
+    _name_rows(axes, panel)
     axes.grid(alpha=0.25)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     if labels := [trace.label for trace in panel.traces if trace.label]:  # below, hiding nothing
-        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.17), "borderaxespad": 0}
-        columns = _legend_columns(labels)
-        axes.legend(frameon=False, fontsize=9.5, handlelength=1.6, ncols=columns, **place)
+        place = {
+            "loc": "upper center",
+            "bbox_to_anchor": (0.5, -0.17),
+            "borderaxespad": 0,
+        }
+        columns, owner = _legend_columns(labels), axes
+        if panel.y_names:  # its height varies, and with it the room below
+            place, owner = {"loc": "outside lower center"}, axes.figure
+        owner.legend(frameon=False, fontsize=9.5, handlelength=1.6, ncols=columns, **place)
+
+
+def _name_rows(axes: Any, panel: Panel) -> None:
+    """Label rows on the y axis; mark zero and what is close to it."""
+    if panel.y_names:
+        axes.set_yticks(range(len(panel.y_names)), panel.y_names)
+        axes.set_ylim(len(panel.y_names) - 0.5, -0.5)
+    if panel.x_limits:
+        axes.set_xlim(*panel.x_limits)
+    if panel.x_band is not None:
+        axes.axvspan(-panel.x_band, panel.x_band, color="#808080", alpha=0.2, linewidth=0)
+        axes.axvline(0, color=COLORS[-1], linewidth=0.8)
 
 
 def _legend_columns(labels: Sequence[str]) -> int:
@@ -125,7 +158,10 @@ def _figure(panels: Sequence[Panel]) -> Any:
 
     labels = [[trace.label for trace in panel.traces if trace.label] for panel in panels]
     rows = max((ceil(len(x) / _legend_columns(x)) for x in labels if x), default=0)
-    figure = Canvas(figsize=(5.2 * len(panels), 3.5 + 0.2 * rows), layout="constrained")
+    named = max(len(panel.y_names) for panel in panels)
+    height = 1.0 + 0.28 * named if named else 3.5
+    width = (7.0 if named else 5.2) * len(panels)
+    figure = Canvas(figsize=(width, height + 0.2 * rows), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         draw(axes, panel)
     return figure

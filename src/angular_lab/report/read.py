@@ -12,7 +12,7 @@ from pathlib import Path
 
 from angular_lab.errors import UserError
 from angular_lab.experiments.comparison import EXPERIMENTS
-from angular_lab.experiments.statistics import BestRate, Side, best_rate
+from angular_lab.experiments.statistics import BestRate, Side, best_rate, judging_seeds
 from angular_lab.run_folder import RUNS, SPEC, Run, read_run
 from angular_lab.sweeps.sweep_file import OLD_FILE, SWEEPS, SweepRecord, TrialRecord
 
@@ -91,7 +91,7 @@ class SweepResults:
 
     @property
     def seeds(self) -> list[int]:
-        return list(self.record.seeds)
+        return [*self.record.seeds, *self.record.added_seeds]
 
     @property
     def ours(self) -> str | None:
@@ -127,7 +127,7 @@ class SweepResults:
     @property
     def judges(self) -> list[int]:
         """Seeds that count in means and verdicts: not one that chose, unless it is the only one."""
-        return [seed for seed in self.seeds if seed != self.choosing_seed] or self.seeds
+        return judging_seeds(self.seeds, self.choosing_seed)
 
     def has_grid(self, arm: str) -> bool:
         return len({trial.value for trial in self.of_arm(arm)}) > 1
@@ -393,7 +393,7 @@ def _note_gaps(sweep: SweepResults) -> None:
     for trial in (*sweep.trials, *sweep.variants):
         sweep.warnings += _gaps(trial)
     for arm, best in sweep.best.items():
-        for seed in sweep.seeds:
+        for seed in sweep.record.seeds:
             if seed not in sweep.at_best(arm):
                 sweep.warnings.append(f"{arm} at {best.lr:g}: seed {seed} is missing")
         if sweep.at_edge(arm):

@@ -11,6 +11,7 @@ from typing import Any
 from angular_lab.errors import UserError
 from angular_lab.report.averages import average_tables
 from angular_lab.report.cooldowns import cooldown_tables, variant_shares
+from angular_lab.report.differences import difference_figure
 from angular_lab.report.figures import sweep_figures
 from angular_lab.report.page import Section, write_page
 from angular_lab.report.plots import save
@@ -26,7 +27,7 @@ from angular_lab.report.results import (
 )
 from angular_lab.report.single_runs import groups, row, single_section
 from angular_lab.report.tables import Table, text_table
-from angular_lab.report.verdicts import all_pairs_table, claims_table, pair_table
+from angular_lab.report.verdicts import RULE, all_pairs_table, claims_table, pair_table
 from angular_lab.run_folder import Run, RunFolder, read_run
 
 log = logging.getLogger(__name__)
@@ -41,10 +42,10 @@ INTRODUCTION = (
     "A method is one "
     "way of training; its value, mostly the learning rate, was chosen on one seed and is judged on "
     "the others, in pairs of the same seed.",
-    "A comparison holds if the mean paired difference is at least 0.005 with the same sign on all "
-    "seeds, and is reversed if the same is true in the other direction. Everything else, and "
-    "everything with one seed, is inconclusive; a claimed speed-up is missed if every seed has "
-    "one, but too small. Numbers in italics are the paper's, not ours.",
+    f"A comparison asks whether the first method is below the second. {RULE} It is reversed if the "
+    "same is true in the other direction. Everything else is open: the first one leads or trails "
+    "on all seeds so far, or the comparison is inconclusive. Numbers in italics are the paper's, "
+    "not ours.",
 )
 
 
@@ -85,7 +86,8 @@ def _opening(
     counted = f"{len(sweeps)} sweep{'s' * (len(sweeps) != 1)} with {trials} trials"
     words = [f"{counted}, and {len(runs)} single run{'s' * (len(runs) != 1)}."]
     tables = claims_table(sweeps, "claims"), all_pairs_table(sweeps, "pairs")
-    return Section("short", "In short", words, warnings, [t for t in tables if t is not None])
+    listed = [table for table in tables if table is not None]
+    return Section("short", "In short", words, warnings=warnings, tables=listed)
 
 
 def _sweep_section(sweep: SweepResults) -> Section:
@@ -107,6 +109,7 @@ def _sweep_section(sweep: SweepResults) -> Section:
         key=key_of(sweep, "sweep"),
         title=f"{sweep.title} ({sweep.name})",
         words=words,
+        headline=difference_figure(sweep),
         warnings=sweep.warnings,
         tables=[table for table in tables if table is not None],
         figures=sweep_figures(sweep),

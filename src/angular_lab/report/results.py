@@ -39,12 +39,25 @@ def paper_note(sweep: SweepResults) -> str:
 
 
 def judges_note(sweep: SweepResults) -> str:
+    added = added_note(sweep) and f"{added_note(sweep)} "
     if sweep.choosing_seed not in sweep.seeds or len(sweep.seeds) < 2:
-        return ""
+        return added
     where = "" if sweep.has_choice else ", in another sweep,"
     return (
         f"Seed {sweep.choosing_seed} chose the value{where} and does not count once other seeds "
-        "are finished. "
+        f"are finished. {added}"
+    )
+
+
+def added_note(sweep: SweepResults) -> str:
+    """Return what to know about seeds that only open pairs got."""
+    if not sweep.record.added_seeds:
+        return ""
+    many = "judge" if len(sweep.record.added_seeds) > 1 else "judges"
+    return (
+        f"{seeds_form(sweep.record.added_seeds).capitalize()} {many} only pairs that were still "
+        "open: methods differ in their number of seeds, and a verdict that was looked at several "
+        "times is weaker than its interval says."
     )
 
 
@@ -66,13 +79,18 @@ def finals_table(sweep: SweepResults) -> Table:
     cells = {h: mean_cells(sweep, h) for h in sweep.horizons}
     for label in sweep.arms:
         best = sweep.best.get(label) if sweep.on_axis(label) else None
-        row: Row = {"method": label, f"best {sweep.axis}": best.lr if best else None}
+        edge = " edge" if sweep.at_edge(label) else ""
+        cell = Mark(best.lr, edge.strip(), f"{best.lr:.4g}{edge}") if best else None
+        row: Row = {"method": label, f"best {sweep.axis}": cell}
         for horizon in sweep.horizons:
             row[f"ours at {tokens_form(sweep.tokens(horizon))}"] = cells[horizon][label]
         seeds = {seed for h in sweep.horizons for seed in sweep.shown(label, h)}
         row["seeds"] = seeds_form(sorted(seeds))
         rows.append(row | _paper_teaser(sweep, label))
     note = "Mean validation loss after the cooldown, by number of tokens; n: number of seeds. "
+    note += "Edge: the best value lies at the end of its grid. " * any(
+        map(sweep.at_edge, sweep.arms)
+    )
     note += judges_note(sweep)
     note += f"{paper_note(sweep)}." if sweep.experiment == "teaser" else ""
     title = "Final loss by method and horizon"

@@ -14,7 +14,7 @@ class Mark:
     """A value, how it is written, and what it is: the best of its kind, or the paper's."""
 
     value: Any
-    kind: str = ""  # a CSS class: best, paper, holds, inconclusive, reversed, missed
+    kind: str = ""  # a CSS class: best, paper, edge, holds, inconclusive, reversed, missed
     text: str = ""  # "": as other values
 
 

@@ -1,24 +1,31 @@
 """Verdicts: the paper's claims, each with its check, and comparisons of two methods.
 
-One seed is never enough for a verdict: then the reason says what was measured.
+The rule of a verdict is in `experiments.statistics`. One seed is never enough for a verdict: then
+the reason says what was measured.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import exp, log
 from statistics import fmean, median
 
 from angular_lab.experiments import published as paper
 from angular_lab.experiments.definition import OURS
 from angular_lab.experiments.statistics import (
+    FEWEST,
+    LEAST,
+    NEARLY,
     Curve,
     Outcome,
+    sign_test,
     speed_up,
+    speed_up_outcome,
     speedrun_passes,
     student_interval,
     verdict,
 )
 from angular_lab.report.read import SweepResults
-from angular_lab.report.results import curves, key_of
+from angular_lab.report.results import added_note, curves, key_of
 from angular_lab.report.tables import (
     Mark,
     Row,
@@ -30,7 +37,6 @@ from angular_lab.report.tables import (
 )
 from angular_lab.run_folder import Run
 
-NEARLY = 0.9  # "about half the tokens" holds from nine tenths of the claimed speed-up
 FLAT = (0.8, 1.25)  # an angle that changes by a factor in this range is constant
 SHARP = 0.05  # nats by which a loss must rise to rise sharply
 
@@ -53,17 +59,17 @@ def unchecked(reason: str) -> Ruling:
 
 
 def _by_seed(flags: dict[int, bool], measured: str) -> Ruling:
-    """Judge a claim that every seed answers with yes or no."""
+    """Judge a claim that every seed answers with yes or no: by the sign test."""
     if not flags:
         return unchecked(measured)
-    if len(flags) == 1:
-        agrees = "agrees" if all(flags.values()) else "does not agree"
-        return "inconclusive", f"one seed, it takes at least two; it {agrees}: {measured}"
-    if all(flags.values()):
-        return "holds", f"on all of {seeds_form(list(flags))}: {measured}"
-    if not any(flags.values()):
-        return "reversed", f"on none of {seeds_form(list(flags))}: {measured}"
-    return "inconclusive", f"not the same on {seeds_form(list(flags))}: {measured}"
+    seeds, agreeing = len(flags), sum(flags.values())
+    counted = f"agrees on {agreeing} of {seeds} seed{'s' * (seeds != 1)}"
+    if 0 < agreeing < seeds:
+        return "inconclusive", f"{counted}: {measured}"
+    if seeds < FEWEST:
+        return "inconclusive", f"{counted}, and it takes at least {FEWEST}: {measured}"
+    test = f"{counted}, sign test p = {sign_test(seeds):.3g}: {measured}"
+    return ("holds" if agreeing else "reversed"), test
 
 
 def lowest(ours: Sequence[str], others: Sequence[str] = ()) -> Check:
@@ -126,20 +132,32 @@ def faster_than(other: str) -> Check:
         }
         if not speed_ups:
             return unchecked("no seed has both curves")
-        claimed = paper.CLAIMED_SPEED_UPS[other]
-        measured = f"speed-up {', '.join(map(str, speed_ups.values()))} where the paper claims "
-        measured += f"about {claimed:g}"
-        enough = {seed: x.ratio >= NEARLY * claimed for seed, x in speed_ups.items()}
-        outcome, reason = _by_seed(enough, measured)
-        if outcome != "reversed" or all(x.ratio < 1 for x in speed_ups.values()):
-            return outcome, reason
-        if not all(x.ratio >= 1 for x in speed_ups.values()):
-            return "inconclusive", f"not faster on every seed: {measured}"
-        if not all(x.exact for x in speed_ups.values()):
-            return "inconclusive", f"faster, by how much cannot be told: {measured}"
-        return "missed", f"faster, but by less than claimed: {measured}"
+        return _rule_on_speed_ups(speed_ups, paper.CLAIMED_SPEED_UPS[other])
 
     return check
+
+
+def _rule_on_speed_ups(speed_ups: dict[int, _SpeedUp], claimed: float) -> Ruling:
+    """Judge by the interval or, where a seed has no exact speed-up, by the sign test."""
+    measured = f"speed-up {', '.join(map(str, speed_ups.values()))} where the paper claims "
+    measured += f"about {claimed:g}"
+    ratios = [x.ratio for x in speed_ups.values()]
+    if len(ratios) > 1 and all(x.exact and x.ratio for x in speed_ups.values()):
+        ends = student_interval([log(ratio) for ratio in ratios])
+        assert ends is not None
+        interval = exp(ends[0]), exp(ends[1])
+        measured += f" (95% interval {interval[0]:.2f} to {interval[1]:.2f})"
+        outcome = speed_up_outcome(interval, claimed)
+        missed = (
+            "faster, but by less than claimed: " if outcome == "missed" and interval[0] >= 1 else ""
+        )
+        return outcome, f"{missed}{measured}"
+    enough = {seed: x.ratio >= NEARLY * claimed for seed, x in speed_ups.items()}
+    if len(ratios) == 1 or all(enough.values()) or all(ratio < 1 for ratio in ratios):
+        return _by_seed(enough, measured)
+    if not all(ratio >= 1 for ratio in ratios):
+        return "inconclusive", f"not faster on every seed: {measured}"
+    return "inconclusive", f"faster, by how much cannot be told: {measured}"
 
 
 def constant_phase_ratio(run: Run) -> float | None:
@@ -289,23 +307,31 @@ def claims_table(sweeps: Sequence[SweepResults], key: str) -> Table | None:
                 rows.append(row | {"verdict": Mark(outcome, outcome), "reason": reason})
     note = (
         "Judged on our runs at their scale: an inconclusive verdict does not refute the paper. A "
-        f"claimed speed-up holds where every seed has at least {NEARLY:g} of it, is reversed where "
-        "none has a speed-up at all, and is missed where every seed has one and all have less than "
-        "that."
+        f"claimed speed-up holds where its 95% interval is above {NEARLY:g} of it, is reversed "
+        "where the interval is below 1, and is missed where it lies above the interval. A "
+        "claim that every seed answers with yes or no takes at least "
+        f"{FEWEST} seeds with the same answer."
     )
     return Table(key, "The paper's claims", rows, note) if rows else None
 
 
+RULE = (
+    f"It holds where the mean difference is at least {LEAST:g} and its 95% interval excludes zero, "
+    f"or at least {FEWEST} seeds have one sign, which the cell then says."
+)
 PAIRS_NOTE = (
     "Seed by seed, each method at its best value; negative is better for the first one. Interval: "
-    "Student's, of the mean over seeds; the verdict does not depend on it."
+    f"Student's, of the mean over seeds. {RULE} Edge: the best value of this method lies at the "
+    "end of its grid, so a wider grid may change the verdict. To settle: seeds needed in addition "
+    "if mean and variance stay as they are."
 )
 
 
 def pair_table(sweep: SweepResults) -> Table | None:
     rows = [_compare(sweep, a, b, h) for a, b in sweep.pairs for h in sweep.horizons]
     title = "Method against method"
-    return Table(key_of(sweep, "pairs"), title, rows, PAIRS_NOTE) if rows else None
+    note = f"{PAIRS_NOTE} {added_note(sweep)}".strip()
+    return Table(key_of(sweep, "pairs"), title, rows, note) if rows else None
 
 
 def all_pairs_table(sweeps: Sequence[SweepResults], key: str) -> Table | None:
@@ -322,16 +348,23 @@ def all_pairs_table(sweeps: Sequence[SweepResults], key: str) -> Table | None:
     return Table(key, title, rows, PAIRS_NOTE) if rows else None
 
 
+def edge_tag(sweep: SweepResults, *arms: str) -> Mark | None:
+    """Return which of the methods have their best value at the end of its grid."""
+    at_edge = [arm for arm in arms if sweep.at_edge(arm)]
+    return Mark(f"edge: {', '.join(at_edge)}", "edge") if at_edge else None
+
+
 def _compare(sweep: SweepResults, a: str, b: str, horizon: int) -> Row:
     result = verdict(sweep.judged(a, horizon), sweep.judged(b, horizon))
-    differences = result.paired.differences
-    interval = student_interval(differences) if differences else None
+    interval = result.interval
     return {
         "claim": f"{a} is below {b}",
         "tokens": token_count(sweep.tokens(horizon)),
-        "verdict": Mark(result.outcome, result.outcome),
+        "verdict": Mark(result.label, result.outcome),
+        "edge": edge_tag(sweep, a, b),
         "mean difference": difference(result.paired.mean),
         "95% interval": interval and f"{interval[0]:+.4f} to {interval[1]:+.4f}",
         "seeds": seeds_form(result.paired.seeds),
+        "to settle": result.to_settle,
         "reason": result.reason,
     }

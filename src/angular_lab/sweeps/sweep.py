@@ -21,8 +21,9 @@ from angular_lab.config.spec import DASHBOARD, LENGTH
 from angular_lab.data.shards import Manifest
 from angular_lab.errors import UserError
 from angular_lab.experiments.definition import Arm, Experiment
-from angular_lab.experiments.statistics import BestRate, best_rate
+from angular_lab.experiments.statistics import BestRate, Verdict, best_rate
 from angular_lab.run_folder import RUNS, RunFolder
+from angular_lab.sweeps.open_pairs import Losses, judge, new_seeds, seeds_of_pair
 from angular_lab.sweeps.sweep_file import SWEEPS, ArmRecord, DamagedFileError, SweepRecord
 from angular_lab.sweeps.trials import PlannedRun, Trial, make_trial
 from angular_lab.training.build import Models
@@ -75,6 +76,7 @@ class Sweep:
         self.path, self.runs = out / SWEEPS / f"{self.name}.json", out / RUNS
         self.data = data_id(experiment.arms[0].spec)
         self.until, self.extend = inf, 0
+        self.max_seeds = 0  # that may judge an open pair; 0: only those of the experiment
         self.models = Models()
         self.marks: Path | None = None  # where processes that share the work mark what failed
 
@@ -121,15 +123,64 @@ class Sweep:
     def _planned(self) -> Iterator[tuple[int, list[Trial]]]:
         """For every arm yield the trials that are planned so far, and how many more will follow
         once its value is chosen. An arm with one value has no choice to wait for."""
-        judges = self.experiment.seeds[1:]
+        judges, added = self.experiment.seeds[1:], self._added_seeds()
         for arm in self.experiment.arms:
-            grid, best = self.grid(arm, self.extend), self.best(arm, self.extend)
-            value = best.lr if best else arm.values[0] if len(arm.values) == 1 else None
+            grid, value = self.grid(arm, self.extend), self._chosen_value(arm)
             if value is None:
                 waiting = 0 if self.grid(self._root(arm), self.extend).done else len(judges)
                 yield waiting, grid.trials
             else:
-                yield 0, [*grid.trials, *(self.trial(arm, value, seed) for seed in judges)]
+                seeds = (*judges, *added.get(arm.label, ()))
+                yield 0, [*grid.trials, *(self.trial(arm, value, seed) for seed in seeds)]
+
+    def _chosen_value(self, arm: Arm) -> float | None:
+        best = self.best(arm, self.extend)
+        return best.lr if best else arm.values[0] if len(arm.values) == 1 else None
+
+    # -- pairs that are open -------------------------------------------------------------------
+
+    def _added_seeds(self) -> dict[str, list[int]]:
+        """Return the judging seeds, by arm, that its open pairs get in addition."""
+        planned = {*self.experiment.seeds}
+        added: dict[str, set[int]] = {}
+        for pair, seeds in self._seeds_by_pair().items() if self.max_seeds else ():
+            for label in pair:
+                added.setdefault(label, set()).update({*seeds} - planned)
+        return {label: sorted(seeds) for label, seeds in added.items()}
+
+    def verdicts(self) -> dict[tuple[str, str], Verdict | None]:
+        """Judge all pairs at the last horizon; None where a run is unfinished."""
+        return {
+            pair: judge(seeds, self._losses(pair[0]), self._losses(pair[1]))
+            for pair, seeds in self._seeds_by_pair().items()
+        }
+
+    def _seeds_by_pair(self) -> dict[tuple[str, str], list[int]]:
+        plan = self.experiment
+        has_choice = any(len(self._values(arm)) > 1 for arm in plan.arms if not arm.variant_of)
+        choosing = plan.seeds[0] if has_choice else plan.tuning_seed
+        judges = [seed for seed in plan.seeds if seed != choosing]
+        return {
+            (a, b): seeds_of_pair(
+                judges,
+                new_seeds(plan.seeds, plan.tuning_seed),
+                self._losses(a),
+                self._losses(b),
+                self.max_seeds,
+            )
+            for a, b in plan.pairs
+        }
+
+    def _losses(self, label: str) -> Losses:
+        """Return the final loss of an arm at its chosen value, as a function of the seed."""
+        arm = next(arm for arm in self.experiment.arms if arm.label == label)
+        value = self._chosen_value(arm)
+
+        def loss(seed: int) -> float | None:
+            trial = None if value is None else self.trial(arm, value, seed)
+            return trial.loss if trial and trial.done else None
+
+        return loss
 
     def pending(self) -> list[Trial]:
         """Return the unfinished trials of which a run can start now."""
@@ -210,11 +261,13 @@ class Sweep:
 
     def _content(self) -> SweepRecord:
         plan, before = self.experiment, self._record()
+        added = {seed for seeds in self._added_seeds().values() for seed in seeds}
+        added |= {*(before.added_seeds if before else ())}
         arms = [self._arm_record(arm) for arm in plan.arms]
         trials = [
             trial.record
             for arm in plan.arms
-            for seed in plan.seeds
+            for seed in (*plan.seeds, *sorted(added - {*plan.seeds}))
             for value in self._values_with_extension(arm)
             if (trial := self.trial(arm, value, seed)).exists
         ]
@@ -237,6 +290,7 @@ class Sweep:
             ours=plan.ours,
             pairs=plan.pairs,
             tuning_seed=plan.tuning_seed,
+            added_seeds=tuple(sorted(added - {*plan.seeds})),
         )
 
     def _values_with_extension(self, arm: Arm) -> list[float]:

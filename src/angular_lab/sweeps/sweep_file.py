@@ -58,6 +58,7 @@ class SweepRecord:
     ours: str | None = None  # the arm that the others are compared with
     pairs: tuple[tuple[str, str], ...] = ()  # which arm is expected below which
     tuning_seed: int | None = None  # the seed that chose the learning rates held, in another sweep
+    added_seeds: tuple[int, ...] = ()  # judging seeds that open pairs got in addition
     format: int = FORMAT
 
     def write(self, path: Path) -> None:

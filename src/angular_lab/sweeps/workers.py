@@ -50,6 +50,7 @@ class Task:
     extend: int
     threads: int | None  # on the CPU; None: torch's default
     logs: Path
+    max_seeds: int = 0  # of an open pair
 
     @property
     def log(self) -> Path:
@@ -69,7 +70,7 @@ def run_in_processes(
         return
     plans = tuple((sweep.experiment, sweep.name) for sweep in sweeps)
     logs = first.path.parent / FOLDER / platform.node() / str(os.getpid())
-    common = (until, extend, _threads(processes, first.device), logs)
+    common = (until, extend, _threads(processes, first.device), logs, first.max_seeds)
     devices = assign_devices(first.device, processes, torch.cuda.device_count())
     out = first.path.parent.parent
     tasks = [Task(i, plans, out, device, *common) for i, device in enumerate(devices)]
@@ -179,7 +180,7 @@ def _work(task: Task) -> None:
     _copy_to(terminal, task.number)
     sweeps = [Sweep(plan, task.out, None, task.device, name) for plan, name in task.sweeps]
     for sweep in sweeps:
-        sweep.marks = task.logs
+        sweep.marks, sweep.max_seeds = task.logs, task.max_seeds
     try:
         make_all(sweeps, task.until, task.extend)
     except Preempted as stopped:

@@ -12,10 +12,14 @@ from hypothesis import strategies as st
 
 from angular_lab.experiments import published as paper
 from angular_lab.experiments.statistics import (
+    STUDENT_95,
     best_rate,
+    judging_seeds,
     paired_differences,
+    seeds_to_settle,
     speed_up,
     speed_up_interval,
+    speed_up_outcome,
     speedrun_passes,
     student_interval,
     tokens_to_reach,
@@ -255,24 +259,104 @@ def test_a_diverged_run_is_not_averaged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "outcome", "reason"),
+    ("differences", "outcome", "label"),
     [
-        # Differences -0.004 and -0.006.
-        ([3.0, 3.1], [3.004, 3.106], "holds", "mean difference -0.0050 over 2 seeds, of one sign"),
-        ([3.0, 3.1], [3.004, 3.105], "inconclusive", "-0.0045 over 2 seeds, less than 0.005"),
-        ([3.004, 3.106], [3.0, 3.1], "reversed", "+0.0050 over 2 seeds, of one sign"),
-        # -0.030 and +0.002 have a large mean, but not one sign; nor have -0.030 and 0.
-        ([3.0, 3.002], [3.03, 3.0], "inconclusive", "-0.0140 over 2 seeds, not of one sign"),
-        ([3.0, 3.0], [3.03, 3.0], "inconclusive", "not of one sign"),
-        ([3.0], [4.0], "inconclusive", "1 common seed: it takes at least two"),
-        ([], [], "inconclusive", "0 common seeds: it takes at least two"),
-        ([3.0, 3.0], [3.1], "inconclusive", "least two; only one side has seeds 1"),
+        ([-0.016, -0.015, -0.014, -0.017], "holds", "holds"),
+        ([0.016, 0.015, 0.014, 0.017], "reversed", "reversed"),
+        ([-0.010, -0.0101], "holds", "holds"),  # 12.7 standard errors are 0.0006
+        ([-0.05, -0.06, 0.0001, -0.055, -0.05, -0.06, -0.055], "holds", "holds"),  # not one sign
+        ([-0.05, -0.06], "inconclusive", "leads on 2 of 2 seeds"),  # they are 0.0635
+        ([0.05, 0.06], "inconclusive", "trails on 2 of 2 seeds"),
+        ([-0.001, -0.09, -0.005], "inconclusive", "leads on 3 of 3 seeds"),
+        # the interval of these four includes zero
+        ([-0.001, -0.09, -0.005, -0.001], "holds", "holds (sign test: 4 of 4 seeds, p = 0.125)"),
+        ([0.001, 0.09, 0.005, 0.001], "reversed", "reversed (sign test: 4 of 4 seeds, p = 0.125)"),
+        ([-0.05, 0.01, -0.02], "inconclusive", "inconclusive: lower on 2 of 3 seeds"),
+        ([-0.03, 0.0], "inconclusive", "inconclusive: lower on 1 of 2 seeds"),
+        ([-0.0030, -0.0031, -0.0029], "inconclusive", "inconclusive: less than 0.005"),
+        ([-0.0030, -0.0031, -0.0029, -0.009], "inconclusive", "inconclusive: less than 0.005"),
+        ([0.0, 0.0], "inconclusive", "inconclusive: less than 0.005"),
+        ([-0.5], "inconclusive", "inconclusive: one seed"),
+        ([], "inconclusive", "inconclusive: no seed"),
     ],
 )
-def test_verdicts(a, b, outcome, reason) -> None:
-    found = verdict(dict(enumerate(a)), dict(enumerate(b)))
-    assert found.outcome == outcome
-    assert reason in found.reason
+def test_verdicts(differences, outcome, label) -> None:
+    b = {seed: 3.5 for seed, _ in enumerate(differences)}
+    found = verdict({seed: 3.5 + d for seed, d in enumerate(differences)}, b)
+    assert (found.outcome, found.label) == (outcome, label)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "reason"),
+    [
+        ([3.0, 3.1], [3.01, 3.11], "-0.0100 over 2 seeds, 95% interval -0.0100 to -0.0100 excl"),
+        ([3.0, 3.1], [3.05, 3.16], "-0.0550 over 2 seeds, 95% interval -0.1185 to +0.0085 incl"),
+        ([3.0, 3.1], [3.004, 3.1049], "the mean is less than 0.005"),
+        ([3.0, 3.002], [3.03, 3.0], "not of one sign"),
+        ([3.0], [4.0], "1 common seed: it takes at least two"),
+        ([], [], "0 common seeds: it takes at least two"),
+        ([3.0, 3.0], [3.1], "least two; only one side has seeds 1"),
+    ],
+)
+def test_reasons_of_verdicts(a, b, reason) -> None:
+    assert reason in verdict(dict(enumerate(a)), dict(enumerate(b))).reason
+
+
+@pytest.mark.parametrize(
+    ("differences", "further", "text"),
+    [
+        ([-0.016, -0.015, -0.014, -0.017], 0, None),
+        ([-0.05, -0.06], 1, "1 more seed"),  # 4.303 * 0.00707 / sqrt(3) = 0.0176
+        ([-0.05, 0.01, -0.02], 9, "9 more seeds"),  # 2.201 * 0.03 / sqrt(12) = 0.01906 < 0.02
+        ([-0.1, 0.089], None, "not within 100"),
+        ([-0.004, 0.002], 5, "5 more seeds"),  # 2.447 * 0.00424 / sqrt(7) = 0.00392 < 0.004
+        ([-0.0001, 0.0001], 0, None),  # known to be too small
+        ([-0.5], None, "at least 1 more seed"),
+        ([], None, "at least 2 more seeds"),
+    ],
+)
+def test_how_many_seeds_settle_a_pair(differences, further, text) -> None:
+    b = {seed: 3.5 for seed, _ in enumerate(differences)}
+    found = verdict({seed: 3.5 + d for seed, d in enumerate(differences)}, b)
+    assert (found.further_seeds, found.to_settle) == (further, text)
+    assert found.settled == (further == 0)
+
+
+@given(st.lists(st.floats(-0.1, 0.1), min_size=2, max_size=6))
+def test_the_number_of_seeds_is_the_smallest_that_settles(differences) -> None:
+    """By the definition: an interval with that mean, that deviation and so many seeds."""
+    mean, deviation = fmean(differences), stdev(differences)
+    further = seeds_to_settle(differences)
+
+    def settles(count: int) -> bool:
+        half = STUDENT_95[min(count - 1, 30) - 1] * deviation / sqrt(count)
+        if abs(mean) >= 0.005 - 1e-9:
+            return mean - half > 0 or mean + half < 0
+        return max(abs(mean - half), abs(mean + half)) < 0.005 - 1e-9
+
+    checked = range(len(differences), len(differences) + (101 if further is None else further))
+    assert not any(settles(count) for count in checked)
+    assert further is None or settles(len(differences) + further)
+
+
+@pytest.mark.parametrize(
+    ("interval", "outcome"),
+    [
+        ((1.85, 2.5), "holds"),
+        ((1.3, 1.95), "missed"),
+        ((0.7, 0.9), "reversed"),
+        ((0.9, 1.7), "missed"),
+        ((1.3, 2.1), "inconclusive"),
+    ],
+)
+def test_a_claimed_speed_up_is_judged_by_its_interval(interval, outcome) -> None:
+    assert speed_up_outcome(interval, 2.0) == outcome
+
+
+def test_the_seed_that_chose_judges_only_alone() -> None:
+    assert judging_seeds([0, 1, 2], 0) == [1, 2]
+    assert judging_seeds([0, 1, 2], None) == [0, 1, 2]
+    assert judging_seeds([0], 0) == [0]
 
 
 def test_missing_seeds_are_in_the_reason_of_a_verdict_that_holds() -> None:

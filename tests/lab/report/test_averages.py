@@ -78,12 +78,12 @@ def test_each_average_is_compared_with_the_weights_of_its_run(tmp_path: Path) ->
     assert (before["method"], before["lr"]) == (OURS, "0.02")
     numbers = [float(before[key]) for key in ("weights", "average", "mean difference")]
     assert numbers == pytest.approx([3.5, 3.35, -0.15])
-    assert before["the average is below"] == "holds"
+    assert before["the average is below"] == "leads on 2 of 2 seeds"  # -0.1 and -0.2
     assert before["seeds"] == "2 seeds (0, 1)"
     assert by_place[BEFORE, 180, 20]["the average is below"] == "holds"
     after = by_place[AFTER, 200, 2]
     assert float(after["mean difference"]) == pytest.approx(0.0015)
-    assert after["the average is below"] == "inconclusive"
+    assert after["the average is below"] == "inconclusive: less than 0.005"
 
 
 @pytest.mark.parametrize(

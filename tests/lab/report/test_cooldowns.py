@@ -84,7 +84,10 @@ def test_numbers_by_hand(tmp_path: Path) -> None:
     assert "| 0.02 | **2.8300 (n=2)** | **2.7800 (n=2)** |" in markdown  # the lowest are bold
     assert "| 0.002 | 2.9300 (n=2) | 2.9300 (n=2) |" in markdown
     (pair,) = table(tmp_path / "out", "small-pairs-cooldown-20")
-    assert (pair["claim"], pair["verdict"]) == ("angular_muown is below adamw", "holds")
+    assert (pair["claim"], pair["verdict"]) == (
+        "angular_muown is below adamw",
+        "leads on 2 of 2 seeds",
+    )
     assert float(pair["mean difference"]) == pytest.approx(-(0.13 + 0.17) / 2)
     words = visible(page)
     assert "2.7800 (n=2)" in words
@@ -139,7 +142,7 @@ def test_before_the_judging_seeds_are_done(tmp_path: Path) -> None:
     assert (ours["20% - usual"], ours["seeds of the difference"]) == ("", "no seed")
     assert "0.02 (so far, 1 unfinished)" in visible(page)
     (pair,) = table(tmp_path / "out", "small-pairs-cooldown-20")
-    assert (pair["verdict"], pair["seeds"]) == ("inconclusive", "no seed")
+    assert (pair["verdict"], pair["seeds"]) == ("inconclusive: no seed", "no seed")
 
 
 def test_the_seed_that_chose_does_not_judge_a_variant_with_one_value(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_the_papers_numbers_give_the_papers_speed_ups(tmp_path: Path) -> None:
         assert visible(page).count(f"{expected:.2f}×") == 2
     claims = table(tmp_path / "out", "claims")
     assert [row["verdict"] for row in claims] == ["inconclusive"] * 4  # one seed
-    assert "it agrees" in claims[1]["reason"]
+    assert "agrees on 1 of 1 seed, and it takes at least 4: speed-up" in claims[1]["reason"]
 
 
 def test_with_more_seeds_the_papers_claims_hold(tmp_path: Path) -> None:
@@ -123,7 +123,10 @@ def test_width_qwen2_moe_and_speedrun(tmp_path: Path) -> None:
     found = [(row["experiment"].partition(",")[0], row["verdict"]) for row in claims]
     unsure = [("width", "inconclusive"), *[("qwen2", "inconclusive")] * 3, ("moe", "inconclusive")]
     assert found == [*unsure, ("speedrun", "holds")]  # (3.28 - 3.277) * 2 = 0.006
-    assert "it agrees: d = 8: 0.02, d = 16: 0.02" in claims[0]["reason"]
+    assert (
+        "agrees on 1 of 1 seed, and it takes at least 4: d = 8: 0.02, d = 16: 0.02"
+        in claims[0]["reason"]
+    )
     assert "0.02: -0.0200, 0.04: -0.1500" in claims[2]["reason"]
     assert "0.2000 above the best" in claims[3]["reason"]
     (run,) = table(tmp_path / "out", "speedrun-paper-speedrun")
@@ -142,7 +145,15 @@ def test_width_qwen2_moe_and_speedrun(tmp_path: Path) -> None:
 def test_every_figure_is_on_the_page_and_in_two_stable_files(tmp_path: Path) -> None:
     root, out = choosing(tmp_path / "small"), tmp_path / "out"
     page = make_report([root], out)
-    names = {"loss-curves", "horizons", "above-ours", "loss-by-value", "angles", "row-norms"}
+    names = {
+        "differences",
+        "loss-curves",
+        "horizons",
+        "above-ours",
+        "loss-by-value",
+        "angles",
+        "row-norms",
+    }
     files = {path.name: path.read_bytes() for path in (out / "figures").iterdir()}
     assert files.keys() == {f"small-{name}.{kind}" for name in names for kind in ("svg", "png")}
     for name, content in files.items():
