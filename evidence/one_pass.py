@@ -214,7 +214,10 @@ def _whole(sweep: SweepResults) -> Facts:
         "cooldown_50%_gain": lead(at["cooldown_50%"], ours),
         "cooldown_50%_gain_holds": outcome(at["cooldown_50%"], ours) == "holds",
         "cooldown_50%_lead": lead(at["cooldown_50%"], other),
-        "cooldown_50%_lead_holds": outcome(at["cooldown_50%"], other) == "holds",
+        "cooldown_50%_below_on_every_seed": min(
+            other[seed] - x for seed, x in at["cooldown_50%"].items() if seed in other and seed
+        )
+        > 0,
         "normuon_decay_50%": {f"{lr:g}": x for lr, x in grid(sweep, unfinished).items()},
         "normuon_decay_50%_is_above_linear": sweep.best[unfinished].loss > seed_0["normuon_decay"],
     }

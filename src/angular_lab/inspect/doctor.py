@@ -17,7 +17,6 @@ from angular_lab.log import short_bytes
 from angular_lab.report.tables import short_number
 from angular_lab.run_folder import PREFIX, STOPPED, Metrics, Run, RunFolder, parent_folder, read_run
 
-CONTINUE = "repeat its command with --resume {}"
 TORN = "is half-written"  # only a last line can be
 
 
@@ -82,7 +81,7 @@ def _state(run: Run) -> Iterator[Finding]:
 def _continue(run: Run) -> str:
     saved = _saved_steps(run)
     where = f"after step {saved[-1]:,}" if saved else "from the beginning"
-    return f"{CONTINUE.format('auto')}: it continues {where}"
+    return f"angular-lab resume {run.folder}: it continues {where}"
 
 
 # -- logs --------------------------------------------------------------------------------------
@@ -182,7 +181,7 @@ def _rewind_advice(run: Run) -> str:
     if earlier:
         return (
             "remove the damaged lines and what follows them, then "
-            f"{CONTINUE.format(max(earlier))}: it takes the later steps again"
+            f"angular-lab resume {run.folder} --from {max(earlier)}: it takes the later steps again"
         )
     return "train the run again in another folder; no checkpoint is as old as the intact lines"
 
@@ -242,8 +241,8 @@ def _checkpoint_advice(folder: Path, step: int, good: list[int]) -> str:
     if later:
         return f"remove {path}; step {later[-1]:,} is newer and intact"
     if good:
-        again = CONTINUE.format("auto")
-        return f"remove {path}, then {again}: it continues after step {good[-1]:,}"
+        resume = f"angular-lab resume {folder.parent}"
+        return f"remove {path}, then {resume}: it continues after step {good[-1]:,}"
     return "train the run again in another folder; no checkpoint is intact"
 
 

@@ -349,7 +349,7 @@ def test_a_killed_run_can_continue(runs, capsys) -> None:
         file.write('{"step": 13, "to')
     found = findings(capsys, folder, 1)
     assert wrong(found) == ["state"]
-    assert "--resume auto: it continues after step 8" in found["state"][0]["advice"]
+    assert f"angular-lab resume {folder}: it continues after step 8" in found["state"][0]["advice"]
     assert found["LOCK"][0]["status"] == "note"
     assert "half-written" in found["logs"][0]["text"]
     assert train(RunFolder(folder).read_spec(), folder, resume=True, device="cpu").done
@@ -362,7 +362,7 @@ def test_a_lost_line_and_a_repeated_one(runs, capsys) -> None:
     path.write_text("".join(lines[:9] + lines[10:]))
     (finding,) = findings(capsys, own(runs), 1)["logs"]
     assert "lacks step 10, which timing.jsonl has" in finding["text"]
-    assert "--resume 9" in finding["advice"], "the cooldown starts there: it is kept"
+    assert "--from 9" in finding["advice"], "the cooldown starts there: it is kept"
     path.write_text("".join([*lines, lines[5]]))
     assert "step 6 after step 12" in findings(capsys, own(runs), 1)["logs"][0]["text"]
     path.write_text("".join([*lines[:4], "nonsense\n", *lines[5:]]))
