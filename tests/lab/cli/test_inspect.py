@@ -57,6 +57,12 @@ def evaluations(folder: Path) -> list[tuple[int, float]]:
     return [(line["tokens"], line["val_loss"]) for line in lines if "val_loss" in line]
 
 
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch) -> None:
+    """Fix the width, which comes from the environment: xdist's workers have 80 columns."""
+    monkeypatch.setenv("COLUMNS", "100")
+
+
 def printed(capsys, *command: str | Path, code: int = 0) -> str:
     assert main([*map(str, command)]) == code
     return capsys.readouterr().out
