@@ -149,7 +149,8 @@ class AngularMuown(Engine):
     def _check_schedule(self) -> None:
         """Warn once if lr falls over most of the run while kappa falls, too."""
         groups = [g for g in self.param_groups if g["algorithm"] == "matrix" and g["decay_degree"]]
-        group = max(groups, key=lambda g: g["base_lr"], default=None)
+        # base_lr may be missing where radius_lr does not need it
+        group = max(groups, key=lambda g: float(g.get("base_lr", 0.0)), default=None)
         if group is None or isinstance(group["step"], Tensor) or isinstance(group["lr"], Tensor):
             return  # reading a tensor would wait for the device
         if self._double_decay is None:
@@ -159,7 +160,7 @@ class AngularMuown(Engine):
             inverse_polynomial,
             *(step, group["warmup_steps"], group["decay_scale"], group["decay_degree"]),
         )
-        if self._double_decay.notice(group["lr"], group["base_lr"], step, kappa):
+        if self._double_decay.notice(group["lr"], group.get("base_lr", 0.0), step, kappa):
             warn(
                 f"lr has fallen to {group['lr']:.3g} over most of the run while kappa fell to "
                 f"{kappa():.3g}, so the angle of a step decays twice. Use wsd_schedule, which "

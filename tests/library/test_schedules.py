@@ -202,6 +202,14 @@ def test_a_group_at_lr_zero_does_not_warn() -> None:
     assert run(optimizer, lr_scheduler.LambdaLR(optimizer, lambda t: 1.0)) == []
 
 
+def test_groups_that_lost_their_first_learning_rate_still_step() -> None:
+    """base_lr is needed for radius_lr only; groups that frameworks rebuild may lack it."""
+    optimizer = matrix()
+    del optimizer.param_groups[0]["base_lr"]
+    assert run(optimizer, lr_scheduler.LambdaLR(optimizer, lambda t: 1.0), 2) == []
+    assert optimizer.param_groups[0]["step"] == 2
+
+
 def test_a_resumed_falling_run_warns() -> None:
     optimizer = matrix(decay_scale=0.01)
     scheduler = lr_scheduler.LambdaLR(optimizer, lambda t: 1 - t / 1000)
