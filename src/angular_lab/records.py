@@ -1,10 +1,21 @@
 """Frozen dataclasses from JSON: the other direction of `dataclasses.asdict`."""
 
+import json
 from dataclasses import is_dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from angular_lab.errors import UserError
+
 T = TypeVar("T")
+# what a damaged file may raise when it is read
+DAMAGED = (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError)
+
+
+def check_format(content: dict[str, Any], expected: int, path: Path) -> None:
+    if content["format"] != expected:
+        raise UserError(f"{path} has format {content['format']}; this version reads {expected}")
 
 
 def from_json(kind: type[T], values: dict[str, Any]) -> T:

@@ -31,7 +31,7 @@ from filelock import FileLock, Timeout
 from angular_lab.config.overrides import as_typed, override
 from angular_lab.config.spec import Spec, get
 from angular_lab.errors import UserError
-from angular_lab.records import from_json
+from angular_lab.records import DAMAGED, check_format, from_json
 
 SPEC = "spec.json"
 RUNS = "runs"  # the folder of all runs of a store
@@ -39,8 +39,6 @@ STOPPED, DIVERGED = "STOPPED", "DIVERGED"
 PREFIX = "step_"  # of a checkpoint's folder
 FORMAT = 2  # of spec.json
 CONVERT = "angular-lab convert-runs"
-# what a damaged JSON file may raise when it is read
-DAMAGED = (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True)
@@ -87,20 +85,11 @@ class RunInfo:
                     f"{folder} was written by an earlier version: convert it with {CONVERT} "
                     f"{folder} --out STORE"
                 )
-            if content["format"] != FORMAT:
-                raise UserError(
-                    f"{path} has format {content['format']}; this version reads {FORMAT}"
-                )
+            check_format(content, FORMAT, path)
             return from_json(RunInfo, content)
         except FileNotFoundError:
             raise UserError(f"{folder} is not a run folder: it has no {SPEC}") from None
-        except (
-            json.JSONDecodeError,
-            UnicodeDecodeError,
-            KeyError,
-            TypeError,
-            AttributeError,
-        ) as error:
+        except DAMAGED as error:
             raise UserError(f"{path} cannot be read: {error}") from None
 
     def write(self, folder: Path) -> None:

@@ -51,7 +51,6 @@ class Sweep:
 
 
 TEASER_TOKENS = (2.5 * BILLION, 5 * BILLION, 7.5 * BILLION, 10 * BILLION)
-TEASER_ERROR = 0.001  # F: how well the figure can be read
 
 TEASER: dict[str, TeaserRow] = {
     row.optimizer: row
@@ -95,8 +94,6 @@ MOE: tuple[Sweep, ...] = (
     Sweep("muon", {3e-4: 2.5297, 6e-4: 2.5255, 1e-3: 2.5263, 2e-3: 2.5353}),
 )  # fmt: skip
 
-ANGLE_RATES = (1e-3, 2e-3, 4e-3, 6e-3, 8e-3, 1e-2)  # P: loss curves and angles at 2.5B tokens
-WIDTHS = (512, 768, 1280)  # P: width transfer
 WIDTH_RATES = tuple(2.0**-power for power in range(8, 2, -1))  # P: 2^-8 .. 2^-3
 
 SPEEDRUN_TARGET = 3.28  # S: the validation loss to reach

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from angular_lab.errors import UserError
-from angular_lab.records import from_json
+from angular_lab.records import DAMAGED, check_format, from_json
 from angular_lab.run_folder import CONVERT, write_atomically
 
 FORMAT = 2
@@ -74,16 +74,7 @@ class SweepRecord:
                     f"{path} was written by an earlier version: convert it and its runs with "
                     f"{CONVERT} {path.parent} --out STORE"
                 )
-            if content["format"] != FORMAT:
-                raise UserError(
-                    f"{path} has format {content['format']}; this version reads {FORMAT}"
-                )
+            check_format(content, FORMAT, path)
             return from_json(SweepRecord, content)
-        except (
-            json.JSONDecodeError,
-            UnicodeDecodeError,
-            KeyError,
-            TypeError,
-            AttributeError,
-        ) as error:
+        except DAMAGED as error:
             raise DamagedFileError(f"{path} cannot be read ({error!r})") from None
