@@ -18,17 +18,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
-import angular_muown as family
+from angular_muown.optimizers import FAMILY
 from angular_muown.params.plan import plan
 from angular_muown.params.wrappers import bare_parameters
 
-MEMBERS: dict[str, Callable[..., Optimizer]] = {
-    kind.__name__: kind
-    for kind in (
-        family.AngularMuown, family.Muown, family.NorMuown, family.Muon, family.NorMuon,
-        family.Hyperball, family.MagnitudeDirection,
-    )
-}  # fmt: skip
+MEMBERS: dict[str, Callable[..., Optimizer]] = {kind.__name__: kind for kind in FAMILY.values()}
 HEAD = "lm_head"  # the output head of torchtitan's decoders
 
 
