@@ -119,7 +119,7 @@ def branch(arguments: argparse.Namespace) -> None:
 
 
 def resume(arguments: argparse.Namespace) -> None:
-    from angular_lab.training.resume import resume
+    from angular_lab.training.start import resume
 
     with _stoppable():
         resume(arguments.run, arguments.overrides, arguments.device, arguments.start)
@@ -127,7 +127,7 @@ def resume(arguments: argparse.Namespace) -> None:
 
 
 def extend(arguments: argparse.Namespace) -> None:
-    from angular_lab.training.resume import extend
+    from angular_lab.training.start import extend
 
     with _stoppable():
         extend(arguments.run, arguments.to, arguments.overrides, arguments.device)
@@ -138,9 +138,8 @@ def trunk(arguments: argparse.Namespace) -> None:
     """Train at a constant learning rate, then cool down to every horizon."""
     from angular_lab.config.branches import branch_point, cooldown_spec, trunk_spec
     from angular_lab.training.build import Models
-    from angular_lab.training.resume import extend_trunk
-    from angular_lab.training.start import data_id, default_folder, train
-    from angular_lab.training.trunks import trunk_folder
+    from angular_lab.training.start import data_id, default_folder, extend_trunk, train
+    from angular_lab.trunks import trunk_folder
 
     base = _spec(arguments)
     share = base.schedule.decay if arguments.decay is None else arguments.decay

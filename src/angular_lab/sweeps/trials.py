@@ -13,7 +13,7 @@ from angular_lab.errors import UserError
 from angular_lab.experiments.definition import Arm, Experiment
 from angular_lab.run_folder import RunFolder, read_run
 from angular_lab.sweeps.sweep_file import TrialRecord
-from angular_lab.training.trunks import has_passed, trunk_folder
+from angular_lab.trunks import has_passed, trunk_folder
 
 
 @dataclass(frozen=True)

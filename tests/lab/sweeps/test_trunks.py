@@ -8,7 +8,7 @@ import pytest
 from angular_lab.experiments.definition import Experiment
 from angular_lab.run_folder import RunFolder
 from angular_lab.sweeps.sweep import Sweep
-from angular_lab.training.resume import extend
+from angular_lab.training.start import extend
 from angular_lab.training.trainer import Trainer
 from tests.lab.sweeps.small import metrics, record, small, sweep
 

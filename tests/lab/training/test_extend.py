@@ -13,9 +13,8 @@ from angular_lab.config.branches import extended_spec, trunk_spec
 from angular_lab.config.spec import ScheduleSpec, Spec
 from angular_lab.run_folder import Change, RunFolder
 from angular_lab.training import checkpoint
-from angular_lab.training.resume import extend, resume
-from angular_lab.training.start import train
-from angular_lab.training.trunks import trunk_folder
+from angular_lab.training.start import extend, resume, train
+from angular_lab.trunks import trunk_folder
 from tests.lab.runs import SMALL, lines, start_function, tiny
 from tests.lab.training.test_resume import logged, wait_for
 

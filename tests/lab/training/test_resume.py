@@ -12,8 +12,7 @@ from angular_lab.config.overrides import as_typed
 from angular_lab.config.spec import CHANGEABLE, IRRELEVANT, Spec, get
 from angular_lab.run_folder import Change, RunFolder
 from angular_lab.training import checkpoint, loggers
-from angular_lab.training.resume import resume
-from angular_lab.training.start import train
+from angular_lab.training.start import resume, train
 from tests.lab.runs import LIMIT, lines, start_function, stopped_copy, tiny
 
 
