@@ -84,8 +84,11 @@ def _progress(step: int, total_steps: int, warmup_steps: int) -> float:
     return min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
 
 
+WARMUP, COOLDOWN = 0.02, 0.2  # fractions of a run
+
+
 def wsd_schedule(
-    optimizer: Optimizer, total_steps: int, *, warmup: float = 0.02, cooldown: float = 0.2
+    optimizer: Optimizer, total_steps: int, *, warmup: float = WARMUP, cooldown: float = COOLDOWN
 ) -> LambdaLR:
     """Return a scheduler for warm-up, stable, decay: the schedule that kappa is made for.
 
@@ -112,7 +115,7 @@ def wsd_schedule(
 
 
 def cosine_schedule(
-    optimizer: Optimizer, total_steps: int, *, warmup: float = 0.02, floor: float = 0.0
+    optimizer: Optimizer, total_steps: int, *, warmup: float = WARMUP, floor: float = 0.0
 ) -> LambdaLR:
     """Return a scheduler for a linear warm-up followed by half a cosine.
 
@@ -129,7 +132,7 @@ def cosine_schedule(
 
 
 def linear_schedule(
-    optimizer: Optimizer, total_steps: int, *, warmup: float = 0.02, floor: float = 0.0
+    optimizer: Optimizer, total_steps: int, *, warmup: float = WARMUP, floor: float = 0.0
 ) -> LambdaLR:
     """Return a scheduler for a linear warm-up followed by a linear decay over the rest of the run.
 

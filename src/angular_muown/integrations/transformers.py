@@ -19,7 +19,7 @@ from torch import nn
 
 from angular_muown.engine import Engine
 from angular_muown.optimizers import AngularMuown
-from angular_muown.schedules import check_lengths
+from angular_muown.schedules import COOLDOWN, WARMUP, check_lengths
 from angular_muown.warn import warn
 
 
@@ -88,7 +88,7 @@ def _warn_about_unused(arguments: Any, settings: dict[str, Any]) -> None:
 
 
 def wsd_arguments(
-    total_steps: int, *, lr: float = 0.02, warmup: float = 0.02, cooldown: float = 0.2
+    total_steps: int, *, lr: float = 0.02, warmup: float = WARMUP, cooldown: float = COOLDOWN
 ) -> dict[str, Any]:
     """Return TrainingArguments for a linear warm-up, a constant phase and a linear cooldown to 0.
 
