@@ -5,7 +5,7 @@ from dataclasses import replace
 from angular_lab.config.spec import ModelSpec, Spec
 from angular_lab.data.passes import corpus_tokens, describe_passes, passes
 from angular_lab.data.prepare import prepare
-from angular_lab.data.tokenizer import ByteTokenizer
+from angular_lab.data.tokenizer import BytesTokenizer
 from tests.lab.data.test_shards import random_ids, write_with_struct
 
 SPEC = Spec(steps=30, batch=2, model=ModelSpec(sequence=100))  # 6,000 tokens
@@ -21,7 +21,7 @@ def test_passes_over_shards_without_a_manifest(tmp_path) -> None:
 
 def test_passes_over_prepared_tokens_count_the_training_split(tmp_path) -> None:
     texts = (f"document {i} {'x' * 40}" for i in range(200))
-    manifest = prepare(texts, ByteTokenizer(), tmp_path / "data", val_fraction=0.2, progress=False)
+    manifest = prepare(texts, BytesTokenizer(), tmp_path / "data", val_fraction=0.2, progress=False)
     tokens = manifest.splits["train"].tokens
     assert 0 < tokens == corpus_tokens(tmp_path / "data")
     longer = replace(SPEC, steps=60)
