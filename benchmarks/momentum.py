@@ -33,10 +33,16 @@ def matrices(shapes: list[Shape], dtype: torch.dtype, device: str) -> list[nn.Pa
     return params
 
 
+def member(name: str, params: list[nn.Parameter], dtype: str) -> torch.optim.Optimizer:
+    optimizer = make(name, params, state_dtype=dtype)
+    assert optimizer is not None, "a member of the family steps every shape"
+    return optimizer
+
+
 def times(name: str, params: list[nn.Parameter], rounds: int, steps: int) -> dict[str, Any]:
     """Return milliseconds per step by dtype: the median and the quartiles of the rounds."""
     cuda = params[0].is_cuda
-    optimizers = {dtype: make(name, params, state_dtype=dtype) for dtype in DTYPES}
+    optimizers = {dtype: member(name, params, dtype) for dtype in DTYPES}
     for optimizer in optimizers.values():
         for _ in range(3):
             optimizer.step()
@@ -57,7 +63,7 @@ def memory(name: str, shapes: list[Shape], weights: torch.dtype, dtype: str, dev
     gc.collect()
     before = allocated() if cuda else 0
     params = matrices(shapes, weights, device)
-    optimizer = make(name, params, state_dtype=dtype)
+    optimizer = member(name, params, dtype)
     for _ in range(3):
         optimizer.step()
     held, count = held_bytes(params, optimizer), sum(p.numel() for p in params)
