@@ -73,7 +73,8 @@ def ensure_states(
         required.add("average")
     states = [all_states[p] for p in params]
     for p, state in zip(params, states, strict=True):
-        if recipe and state and (state["momentum_buffer"].dtype == torch.int8) != eight_bit:
+        M = state.get("momentum_buffer")
+        if recipe and M is not None and (M.dtype == torch.int8) != eight_bit:
             _convert_momentum(p, state, group)
         if master or not required <= state.keys():
             init_state(p, state, group, recipe)
