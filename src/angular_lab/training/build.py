@@ -113,7 +113,8 @@ class Models:
             self._key, self._cached = key, (model, parallelize(model, spec, ranks))
             return self._cached
         model, _ = self._cached
-        gc.collect()  # the last run's recorded passes, or memory holds both
+        if ranks.device.type == "cuda":
+            gc.collect()  # the last run's recorded passes, or memory holds both
         model.init_weights(spec.seed)
         model.zero_grad(set_to_none=True)
         model.train()
