@@ -58,6 +58,7 @@ class OptimSpec:
     split_blocks: bool = True  # step the blocks of fused matrices separately
     tangent_steps: int = 1  # dual steps of orthogonalize=tangent
     row_beta: float | None = None  # of NorMuon's second moment; none: the optimizer's own
+    state_dtype: str | None = None  # of the momentum: bfloat16, int8; none: float32
     retired: tuple[str, ...] = ()  # options of earlier versions; a run with any can only be read
 
     def with_all_rates(self) -> "OptimSpec":
@@ -104,7 +105,7 @@ class Spec:
     angle_every: int | None = 50  # steps; none: never
     average: tuple[Window, ...] = ()  # windows of averages to evaluate: steps, or below 1 a share
     on_nan: str = "stop"  # stop, skip
-    precision: str = "bf16"  # bf16 (autocast), fp32
+    precision: str = "bf16"  # bf16 (autocast), bf16_weights (matrices are stored so, too), fp32
     compile: bool = True  # torch.compile
     deterministic: bool = True  # bit-equal repeats on one machine
     parallel: str = "ddp"  # with several ranks: ddp, fsdp
@@ -120,7 +121,7 @@ class Spec:
     def __post_init__(self) -> None:
         choices = {
             "on_nan": (self.on_nan, ("stop", "skip")),
-            "precision": (self.precision, ("bf16", "fp32")),
+            "precision": (self.precision, ("bf16", "bf16_weights", "fp32")),
             "parallel": (self.parallel, ("ddp", "fsdp")),
             "schedule.kind": (self.schedule.kind, ("wsd", "cosine", "constant")),
         }

@@ -51,7 +51,7 @@ class Trainer:
         self.optimizer = build.make_optimizer(self.model, spec)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.autocast = torch.autocast(
-            ranks.device.type, torch.bfloat16, enabled=spec.precision == "bf16"
+            ranks.device.type, torch.bfloat16, enabled=spec.precision != "fp32"
         )
         recorded = can_record(spec, self.model, ranks)
         self.passes = Passes(self.parallel, self.autocast, recorded)
