@@ -17,6 +17,7 @@ from angular_lab.config.spec import CHANGEABLE, DASHBOARD, LENGTH, Spec, get
 from angular_lab.data.prepare import prepare_stdlib, stdlib_place
 from angular_lab.data.shards import Manifest
 from angular_lab.errors import UserError
+from angular_lab.models import build_model
 from angular_lab.run_folder import RUNS, RunFolder, base_versions, parent_folder
 from angular_lab.training import build, checkpoint
 from angular_lab.training.loggers import check_loggers
@@ -129,6 +130,10 @@ def _check_new(spec: Spec, ranks: Ranks) -> None:
             f"tensor={spec.tensor} in one process: start it with torchrun --nproc-per-node "
             f"{spec.tensor}, or leave tensor at 1"
         )
+    with torch.device("meta"):  # no memory: shapes and settings alone
+        build.make_optimizer(build_model(spec.model), spec)
+    if spec.data != STDLIB:
+        prepared_data(spec)
 
 
 def _tokens(spec: Spec, run: RunFolder, ranks: Ranks) -> Path:
