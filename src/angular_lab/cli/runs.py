@@ -7,6 +7,7 @@ Commands import what they need when they run: torch takes seconds.
 import argparse
 import logging
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
@@ -20,6 +21,7 @@ from angular_lab.config.spec import CHANGEABLE, Spec
 from angular_lab.errors import UserError
 from angular_lab.log import is_first_rank
 from angular_lab.run_folder import RUNS, RunFolder
+from angular_lab.status.screen import CLEAR
 
 if TYPE_CHECKING:
     from angular_lab.training.build import Models
@@ -44,7 +46,8 @@ def _stoppable() -> "Sigterm":
     """Return the context of a command that trains: SIGTERM and the first Ctrl-C save and exit."""
     from angular_lab.training.signals import Sigterm
 
-    return Sigterm(signal.SIGINT, notice=STOPPING if is_first_rank() else "")
+    notice = f"{CLEAR * sys.stderr.isatty()}{STOPPING}"  # in place of the status line
+    return Sigterm(signal.SIGINT, notice=notice if is_first_rank() else "")
 
 
 def _resume(text: str) -> str | int:
@@ -89,7 +92,10 @@ def _train(
     if resume == "auto":
         _note_fresh_start(out)
     with _stoppable():
-        train(spec, out, resume != "never", arguments.device, models=models, resume_step=step)
+        train(
+            spec, out, resume != "never", arguments.device, models=models, resume_step=step,
+            shown="all",
+        )  # fmt: skip
     _print_folder(out)
 
 
@@ -122,7 +128,7 @@ def resume(arguments: argparse.Namespace) -> None:
     from angular_lab.training.start import resume
 
     with _stoppable():
-        resume(arguments.run, arguments.overrides, arguments.device, arguments.start)
+        resume(arguments.run, arguments.overrides, arguments.device, arguments.start, "all")
     _print_folder(arguments.run)
 
 
@@ -130,7 +136,7 @@ def extend(arguments: argparse.Namespace) -> None:
     from angular_lab.training.start import extend
 
     with _stoppable():
-        extend(arguments.run, arguments.to, arguments.overrides, arguments.device)
+        extend(arguments.run, arguments.to, arguments.overrides, arguments.device, "all")
     _print_folder(arguments.run)
 
 
@@ -148,14 +154,14 @@ def trunk(arguments: argparse.Namespace) -> None:
     out: Path = arguments.out or trunk_folder(Path(RUNS), spec, data_id(spec))
     models = Models()  # one for all: compiled once, branch points in memory
     with _stoppable():
-        extend_trunk(spec, out, arguments.device, models)
+        extend_trunk(spec, out, arguments.device, models, "all")
         for horizon, start in starts.items():
             cooldown = cooldown_spec(spec, str(out), start, horizon)
             named = out.with_name(f"{out.name}-to{horizon}")
             folder = named if arguments.out else default_folder(cooldown)
             if (run := RunFolder(folder)).started:  # it may have left another trunk
                 cooldown = replace(cooldown, parent=run.read_spec().parent)
-            train(cooldown, folder, True, arguments.device, models=models)
+            train(cooldown, folder, True, arguments.device, models=models, shown="all")
             _print_folder(folder)
 
 
