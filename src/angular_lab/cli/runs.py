@@ -1,5 +1,5 @@
-"""The commands about single runs: train, resume, extend, branch, trunk, show, sample, export,
-demo, named-runs.
+"""The commands about single runs: train, check, resume, extend, branch, trunk, show, sample,
+export, demo, named-runs.
 
 Commands import what they need when they run: torch takes seconds.
 """
@@ -91,12 +91,34 @@ def _train(
     step = resume if isinstance(resume, int) else None
     if resume == "auto":
         _note_fresh_start(out)
+    _refuse(spec, out, arguments.device)
     with _stoppable():
         train(
             spec, out, resume != "never", arguments.device, models=models, resume_step=step,
             shown="all",
         )  # fmt: skip
     _print_folder(out)
+
+
+def _refuse(spec: Spec, out: Path, device: str) -> None:
+    """Refuse a new run that cannot work, before anything is written."""
+    from angular_lab.check import refuse
+
+    if is_first_rank() and not RunFolder(out).started:
+        refuse(spec, out, device)
+
+
+def check(arguments: argparse.Namespace) -> int:
+    """Check a run; return 2 if it cannot work."""
+    from angular_lab.check import check as examine
+    from angular_lab.check import passed, to_json, to_text
+    from angular_lab.training.start import default_folder
+
+    spec = _spec(arguments)
+    out = arguments.out or default_folder(spec)
+    findings = examine(spec, out, arguments.device)
+    print(to_json(out, findings) if arguments.json else to_text(out, findings))
+    return 0 if passed(findings) else 2
 
 
 def train(arguments: argparse.Namespace) -> None:
@@ -153,6 +175,7 @@ def trunk(arguments: argparse.Namespace) -> None:
     spec = trunk_spec(base, list(starts.values()))
     out: Path = arguments.out or trunk_folder(Path(RUNS), spec, data_id(spec))
     models = Models()  # one for all: compiled once, branch points in memory
+    _refuse(spec, out, arguments.device)
     with _stoppable():
         extend_trunk(spec, out, arguments.device, models, "all")
         for horizon, start in starts.items():
@@ -239,6 +262,8 @@ def add_commands(add: Add) -> None:
     device: dict[str, Any] = {"default": "", "help": "cpu or cuda; default: cuda if available"}
     for name, function, summary, first in (
         ("train", train, "train a named run", "named_run"),
+        ("check", check, "check a run before it starts: memory and time of a real step, disk, "
+         "data, schedule", "named_run"),
         ("branch", branch, "cool down from checkpoints of a run", "run"),
         ("trunk", trunk, "train at a constant learning rate, and cool down to several horizons",
          "named_run"),
@@ -250,6 +275,8 @@ def add_commands(add: Add) -> None:
         if name != "show":
             sub.add_argument("--out", type=Path, help="run folder; default: one of its own in runs")
             sub.add_argument("--device", **device)
+        if name == "check":
+            sub.add_argument("--json", action="store_true", help="print JSON instead of text")
         if name in ("train", "branch"):
             sub.add_argument(
                 "--resume", type=_resume, default="never", metavar="auto|never|STEP",
