@@ -41,7 +41,7 @@ from angular_lab.training.trainer import Trainer
 OK, NOTE, WARNING, ERROR = "ok", "note", "warning", "error"
 PER_TENSOR = 4096  # bytes of a checkpoint's index and headers
 STATES = 4  # tensors that are saved for a parameter, at most: itself and its state
-# Nats: the standard deviation of the losses of single tokens, 2.0 after 60 steps of nano. Neighbours
+# Nats: the standard deviation of the losses of single tokens, as after 60 steps of nano. Neighbours
 # are correlated, so what follows from it is a lower bound.
 TOKEN_DEVIATION = 2.0
 NOISE = 0.005  # nats; the reports judge by differences of this size

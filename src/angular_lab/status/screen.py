@@ -78,13 +78,13 @@ class Status:
             (2, validation),
             (5, best),
             *listed,
-            (7, f"angle {1e3 * self.angle:.2f} mrad" if self.angle is not None else ""),
+            (7, f"angle {1e3 * self.angle:.3g} mrad" if self.angle is not None else ""),
             (8, f"lr {self.lr:.3g}" if self.lr is not None else ""),
             (9, f"kappa {self.kappa:.3f}" if self.kappa is not None else ""),
             (4, f"{short_number(self.speed)} tokens/s" if self.speed is not None else ""),
             (10, f"MFU {self.mfu:.0%}" if self.mfu is not None else ""),
             (11, f"{self.memory:.1f} GiB" if self.memory is not None else ""),
-            (6, f"{clock(self.elapsed)} elapsed"),
+            (6, f"after {clock(self.elapsed)}"),
             (3, f"{clock(self.remaining)} left" if self.remaining is not None else ""),
         ]
         return [(number, text) for number, text in found if text]
@@ -96,7 +96,7 @@ class Status:
     def bar(self, width: int, full: str = FULL, empty: str = EMPTY) -> str:
         """Return the status in one line of at most `width` columns, with a bar."""
         start = f"{self.step:{len(str(self.steps))}}/{self.steps}"
-        columns = min(max(width // 10, BAR[0]), BAR[1])  # the same for all steps
+        columns = min(max(width // 14, BAR[0]), BAR[1])  # the same for all steps
         filled = round(columns * self.step / self.steps)
         if width < 4 * BAR[0]:
             columns = filled = 0

@@ -34,6 +34,13 @@ def peak_flops(device: torch.device) -> float | None:
     return next((peak for key, peak in PEAKS.items() if key in name), None)
 
 
+def device_uuid(device: torch.device) -> str | None:
+    """Return the UUID of a GPU, "" if torch does not know it; None for other devices."""
+    if device.type != "cuda":
+        return None
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+
+
 class Progress:
     """Rank 0 writes metrics.jsonl, timing.jsonl and the screen; the others stay silent."""
 
@@ -49,7 +56,7 @@ class Progress:
         self.screen, self.status = Screen(shown), Status(steps=spec.steps)
         cuda = ranks.device.type == "cuda"
         self.clock = Clock(spec, torch.cuda.synchronize if cuda else lambda: None)
-        self.uuid = str(torch.cuda.get_device_properties(ranks.device).uuid) if cuda else None
+        self.uuid = device_uuid(ranks.device)
         self.smoothed, self.best = Smoothed(spec.steps), (inf, 0)  # a validation loss and its step
         self._written = dict.fromkeys(PHASES, 0.0)
         self._pending: dict[str, Any] | None = None  # a line of timing.jsonl
