@@ -388,10 +388,11 @@ def _now(trainer: Trainer) -> float:
 
 
 def _memory_used(measured: Measured, ranks: Ranks) -> Finding:
-    total = measured.total
-    of = f" of {short_bytes(total)}" if total else ""
-    what = "reserved" if ranks.device.type == "cuda" else "used by the process"
-    text = f"{short_bytes(measured.memory)} at most, {short_bytes(measured.reserved)} {what}{of}"
+    total, is_cuda = measured.total, ranks.device.type == "cuda"
+    peak = f"{short_bytes(measured.memory)} at most"
+    text = f"{peak}, {short_bytes(measured.reserved)} reserved" if is_cuda else peak
+    if total:
+        text += f"; {'the GPU has' if is_cuda else 'available:'} {short_bytes(total)}"
     if total and measured.reserved > FULL * total:
         return Finding("memory", WARNING, f"{text}: nearly all", "lower micro_batch")
     return Finding("memory", OK, text)

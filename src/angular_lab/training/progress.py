@@ -15,7 +15,7 @@ from angular_lab.config.spec import Spec
 from angular_lab.data.passes import describe_passes
 from angular_lab.data.prepare import TOKENIZER
 from angular_lab.models import LanguageModel
-from angular_lab.run_folder import RunFolder
+from angular_lab.run_folder import RunFolder, shared_device
 from angular_lab.status.clock import COMPILING, PHASES, Clock
 from angular_lab.status.device_use import device_use
 from angular_lab.status.screen import Row, Screen, Shown, Smoothed, Status, duration, short_number
@@ -61,6 +61,7 @@ class Progress:
         self._written = dict.fromkeys(PHASES, 0.0)
         self._pending: dict[str, Any] | None = None  # a line of timing.jsonl
         self._use: dict[str, Any] = {}
+        self._uses: list[dict[str, Any]] = []
 
     # -- the course of a run -------------------------------------------------------------------
 
@@ -167,7 +168,13 @@ class Progress:
 
     def _device_use(self) -> dict[str, Any]:
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        return device_use(torch.get_num_threads() * local_ranks, self.uuid)
+        self._uses.append(device_use(torch.get_num_threads() * local_ranks, self.uuid))
+        return self._uses[-1]
+
+    @property
+    def shared(self) -> bool | None:
+        """True if other processes used the device, as far as it was recorded."""
+        return shared_device(self._uses)
 
     def _update(self, step: int, metrics: dict[str, Any], speed: dict[str, Any]) -> None:
         """Bring the status up to date with what was logged."""
@@ -246,7 +253,9 @@ def summary(progress: Progress) -> list[Row]:
             ("validation", f"{value:.4f} at the end; best {best[0]:.4f} at step {best[1]:,}")
         )
     speed = f"{short_number(times.speed)} tokens/s (median), " if times.speed else ""
-    rows.append(("speed", f"{speed}peak memory {peak_memory(progress.ranks.device):.2f} GiB"))
+    shared = "; other processes used the device" * bool(progress.shared)
+    memory = peak_memory(progress.ranks.device)
+    rows.append(("speed", f"{speed}peak memory {memory:.2f} GiB{shared}"))
     rows.append(("folder", str(progress.run.path)))
     names = ["next"]
     return rows + [(names.pop() if names else "", text) for text in next_commands(progress)]

@@ -168,7 +168,7 @@ def test_the_command_takes_a_real_step_and_leaves_nothing(
     content = json.loads(capsys.readouterr().out)
     assert (content["folder"], content["passed"]) == ("run", True)
     last = {x["part"]: x["text"] for x in content["findings"] if x["status"] == "ok"}
-    assert "used by the process of " in last["memory"]
+    assert "at most; available: " in last["memory"]
     assert last["time"].startswith("about ")
     assert "6 steps of " in last["time"]
     assert "2 evaluations of " in last["time"]

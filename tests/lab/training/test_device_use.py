@@ -84,13 +84,15 @@ def test_a_device_is_shared_if_any_record_says_so(lines: list[Any], expected: bo
 
 
 def test_a_run_records_the_load_and_tables_mark_its_speed(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     folders = {}
     for name, load in (("alone", 1.0), ("shared", 4.0)):
         monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
-        folders[name] = train(tiny(data), tmp_path / name, device="cpu").path
+        folders[name] = train(tiny(data), tmp_path / name, device="cpu", shown="all").path
+        said = "other processes used the device" in capsys.readouterr().err
+        assert said == (name == "shared")
     lines = [json.loads(x) for x in (tmp_path / "shared/timing.jsonl").read_text().splitlines()]
     recorded = [line["step"] for line in lines if "load" in line]
     assert recorded == [1, 4, 8, 12], "at the start, at evaluations and at the end"
