@@ -21,7 +21,7 @@ from angular_lab.config.spec import CHANGEABLE, Spec
 from angular_lab.errors import UserError
 from angular_lab.log import is_first_rank
 from angular_lab.run_folder import RUNS, RunFolder
-from angular_lab.status.screen import CLEAR
+from angular_lab.status.screen import CLEAR, Shown
 
 if TYPE_CHECKING:
     from angular_lab.training.build import Models
@@ -83,7 +83,11 @@ def _point(text: str) -> int | Fraction:
 
 
 def _train(
-    spec: Spec, out: Path, arguments: argparse.Namespace, models: "Models | None" = None
+    spec: Spec,
+    out: Path,
+    arguments: argparse.Namespace,
+    models: "Models | None" = None,
+    shown: Shown = "all",
 ) -> None:
     from angular_lab.training.start import train
 
@@ -95,7 +99,7 @@ def _train(
     with _stoppable():
         train(
             spec, out, resume != "never", arguments.device, models=models, resume_step=step,
-            shown="all",
+            shown=shown,
         )  # fmt: skip
     _print_folder(out)
 
@@ -139,11 +143,11 @@ def branch(arguments: argparse.Namespace) -> None:
         raise UserError(
             f"{option} is for one branch, and --at has {len(specs)} points: leave it out"
         )
-    models = Models()
+    models, shown = Models(), "all" if len(specs) == 1 else "steps"
     for spec in specs:
         name = f"{arguments.run.name}-at{spec.parent_step}-decay{spec.decay_steps}"
         out = arguments.out or arguments.run.with_name(name)
-        _train(override(spec, arguments.overrides), out, arguments, models)
+        _train(override(spec, arguments.overrides), out, arguments, models, shown)
 
 
 def resume(arguments: argparse.Namespace) -> None:
@@ -184,7 +188,7 @@ def trunk(arguments: argparse.Namespace) -> None:
             folder = named if arguments.out else default_folder(cooldown)
             if (run := RunFolder(folder)).started:  # it may have left another trunk
                 cooldown = replace(cooldown, parent=run.read_spec().parent)
-            train(cooldown, folder, True, arguments.device, models=models, shown="all")
+            train(cooldown, folder, True, arguments.device, models=models)
             _print_folder(folder)
 
 
