@@ -144,7 +144,8 @@ def test_trackio_does_not_warn(data, tmp_path) -> None:
     pytest.importorskip("trackio")
     command = [
         *(sys.executable, "-m", "angular_lab", "train", "nano"),
-        *(f"data={data}", *SMALL, "loggers=trackio", "--device", "cpu", "--out", "run"),
+        *(f"data={data}", *SMALL, "optim.decay_scale=1", "loggers=trackio"),
+        *("--device", "cpu", "--out", "run"),
     ]
     places = {"TRACKIO_DIR": str(tmp_path / "trackio"), "HOME": str(tmp_path)}
     done = subprocess.run(
