@@ -3,7 +3,7 @@
 spec.json        all settings of the run, versions, git state, fingerprint of the data, and which
                  settings changed at which step
 metrics.jsonl    one line per logged step, deterministic: the same run writes the same bytes
-timing.jsonl     what depends on the machine: seconds, tokens/s, memory
+timing.jsonl     what depends on the machine: seconds, tokens/s, memory, other processes
 checkpoints/     step_00001000/ ...
 DONE             when all steps are taken
 STOPPED          when a signal or the end of its time stopped it: exit code and step, as JSON
@@ -18,7 +18,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import isfinite
@@ -39,6 +39,7 @@ STOPPED, DIVERGED = "STOPPED", "DIVERGED"
 PREFIX = "step_"  # of a checkpoint's folder
 FORMAT = 2  # of spec.json
 CONVERT = "angular-lab convert-runs"
+OTHER_LOAD = 0.25  # per core: above it, a machine has something else to do
 
 
 @dataclass(frozen=True)
@@ -282,6 +283,9 @@ class Run:
     speeds: tuple[float, ...]  # tokens per second, as logged
     done: bool
     diverged: bool
+    shared_device: bool | None = (
+        None  # with other processes, so its times mean little; None: unknown
+    )
 
     @property
     def spec(self) -> Spec:
@@ -379,11 +383,11 @@ def read_run(folder: Path, warnings: list[str]) -> Run | None:
             )
     if not metrics and not run.diverged:
         warnings.append(f"{folder} has no metrics: it has not logged a step yet")
-    timing = [
-        values.get("tokens_per_second") for _, values in _lines(run.timing_path, warnings.append)
-    ]
-    speeds = tuple(x for x in timing if isinstance(x, int | float) and isfinite(x) and x > 0)
-    result = Run(folder, info, tuple(metrics), speeds, run.done, run.diverged)
+    timing = [values for _, values in _lines(run.timing_path, warnings.append)]
+    logged = [values.get("tokens_per_second") for values in timing]
+    speeds = tuple(x for x in logged if isinstance(x, int | float) and isfinite(x) and x > 0)
+    shared = shared_device(timing)
+    result = Run(folder, info, tuple(metrics), speeds, run.done, run.diverged, shared)
     if result.done and not result.diverged and result.final is None:
         last = result.evaluations
         planned = info.spec.steps * info.spec.tokens_per_step
@@ -394,6 +398,19 @@ def read_run(folder: Path, warnings: list[str]) -> Run | None:
         )
         warnings.append(f"{folder} is done, but {where}: its final loss is not used")
     return result
+
+
+def shared_device(timing: Iterable[Mapping[str, Any]]) -> bool | None:
+    """True if lines of timing.jsonl show other processes on the run's GPU or, without a GPU, a load
+    clearly above that of the run's own threads. None if nothing was recorded."""
+    found: set[bool | None] = {None}
+    for line in timing:
+        others, load, own = (line.get(k) for k in ("other_gpu_processes", "load", "own_load"))
+        if "other_gpu_processes" in line:
+            found.add(others > 0 if isinstance(others, int) else None)
+        elif isinstance(load, int | float) and isinstance(own, int | float):
+            found.add(load - own > OTHER_LOAD)
+    return True if True in found else False if False in found else None
 
 
 def _lines(path: Path, report: Callable[[str], None]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -5,7 +5,7 @@ that is not finite; 4 a worker process died; 75 stopped by SIGTERM, Ctrl-C or th
 (saved: angular-lab resume RUN continues a single run); 130 interrupted by a second Ctrl-C (not
 saved).
 
-`doctor` also returns 1 if something is wrong with the run.
+`doctor` also returns 1 if something is wrong with the run, and `check` 2 if it cannot work.
 """
 
 import argparse

@@ -7,7 +7,7 @@ from typing import Any
 from angular_lab.report.figures import colors, loss_top
 from angular_lab.report.page import Section
 from angular_lab.report.plots import Figure, Panel, Trace
-from angular_lab.report.tables import Mark, Table, loss
+from angular_lab.report.tables import Mark, Table, form, loss
 from angular_lab.run_folder import Run
 
 KEYS = (
@@ -56,8 +56,15 @@ def row(run: Run) -> dict[str, Any]:
         "angle at full learning rate (mrad)": f"{1e3 * angles[0]:.2f} - {1e3 * angles[-1]:.2f}"
         if angles
         else None,
-        "tokens/s": run.speed,
+        "tokens/s": speed(run),
     }
+
+
+def speed(run: Run) -> Mark | None:
+    """Return the median tokens per second; marked if other processes used the device."""
+    if run.speed is None:
+        return None
+    return Mark(run.speed, "", f"{form(run.speed)}{' shared' if run.shared_device else ''}")
 
 
 def single_section(runs: Sequence[Run], key: str, title: str) -> Section:
