@@ -239,6 +239,11 @@ class RunFolder:
         which a killed process may leave, is skipped."""
         return [Metrics.from_dict(values) for _, values in _lines(self.metrics_path, _refuse)]
 
+    def read_timing(self) -> dict[int, dict[str, Any]]:
+        """Return the lines of timing.jsonl by step."""
+        lines = (values for _, values in _lines(self.timing_path, _refuse))
+        return {line["step"]: line for line in lines if "step" in line}
+
     def rewind(self, step: int) -> None:
         """Remove the lines logged after `step`: the run is about to take those steps again."""
         for path in (self.metrics_path, self.timing_path):

@@ -8,7 +8,7 @@ import torch
 
 from angular_lab.config.spec import Spec
 from angular_lab.run_folder import RunFolder
-from angular_lab.training.loggers import Logger, make_loggers
+from angular_lab.training.loggers import Logger, close_loggers, make_loggers
 from angular_lab.training.ranks import Ranks
 
 # Dense bf16 peak in FLOP/s, by the vendor's datasheets; MFU is a share of this.
@@ -50,9 +50,8 @@ class Progress:
     def __enter__(self) -> "Progress":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for logger in self.loggers:
-            logger.close()
+    def __exit__(self, _: object, error: object, traceback: object) -> None:
+        close_loggers(self.loggers, self.run, error)
         if self.ranks.first and self.terminal:
             print(file=sys.stderr)
 
