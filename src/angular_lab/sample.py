@@ -4,8 +4,7 @@ from pathlib import Path
 
 import torch
 
-from angular_lab.data.prepare import TOKENIZER
-from angular_lab.data.tokenizer import Tokenizer, load_tokenizer
+from angular_lab.data.tokenizer import Tokenizer
 from angular_lab.errors import UserError
 from angular_lab.models import LanguageModel, build_model
 from angular_lab.run_folder import RunFolder
@@ -77,10 +76,3 @@ def load_run(
     for window in names:
         averages.replace_weights(window)
     return model
-
-
-def tokenizer_of(data: Path) -> Tokenizer:
-    path = data / TOKENIZER
-    if not path.exists():
-        raise UserError(f"{data} has no {TOKENIZER}: its tokens cannot be decoded to text")
-    return load_tokenizer(str(path))

@@ -170,7 +170,8 @@ def show(arguments: argparse.Namespace) -> None:
 
 
 def sample(arguments: argparse.Namespace) -> None:
-    from angular_lab.sample import check_sampling, generate, load_run, tokenizer_of
+    from angular_lab.data.evaluated_text import tokenizer_of
+    from angular_lab.sample import check_sampling, generate, load_run
     from angular_lab.training.start import prepared_data
 
     names = ("length", "temperature", "seed")
@@ -182,10 +183,11 @@ def sample(arguments: argparse.Namespace) -> None:
 
 
 def export(arguments: argparse.Namespace) -> None:
+    from angular_lab.data.evaluated_text import tokenizer_of
     from angular_lab.data.prepare import TOKENIZER
     from angular_lab.export.huggingface import check_target
     from angular_lab.export.huggingface import export as write
-    from angular_lab.sample import load_run, tokenizer_of
+    from angular_lab.sample import load_run
     from angular_lab.training.start import data_place
 
     check_target(arguments.out, arguments.overwrite)

@@ -4,10 +4,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from angular_lab.evaluations import read_evaluations
 from angular_lab.report.figures import colors, loss_top
 from angular_lab.report.page import Section
 from angular_lab.report.plots import Figure, Panel, Trace
-from angular_lab.report.tables import Mark, Table, loss
+from angular_lab.report.tables import Mark, Row, Table, loss
 from angular_lab.run_folder import Run
 
 KEYS = (
@@ -76,8 +77,20 @@ def single_section(runs: Sequence[Run], key: str, title: str) -> Section:
         if run.status != "done"
     ]
     table = Table(f"{key}-summary", "Where the runs ended", rows, note)
+    further = _evaluations(runs, key, warnings)
     figures = [figure for k in KEYS if (figure := _figure(runs, key, *k)) is not None]
-    return Section(key, title, warnings=warnings, tables=[table], figures=figures)
+    return Section(key, title, warnings=warnings, tables=[table, *further], figures=figures)
+
+
+def _evaluations(runs: Sequence[Run], key: str, warnings: list[str]) -> list[Table]:
+    """Return the table of what `angular-lab eval` found, if it was used."""
+    rows: list[Row] = [
+        {"run": label, **evaluation.row}
+        for label, run in zip(labels(runs), runs, strict=True)
+        for evaluation in read_evaluations(run.folder, warnings)
+    ]
+    note = "Losses in nats per token. Bits per byte are comparable between tokenizers."
+    return [Table(f"{key}-evaluations", "Evaluations on other text", rows, note)] if rows else []
 
 
 def _figure(runs: Sequence[Run], key: str, name: str, axis: str, what: str) -> Figure | None:

@@ -1,9 +1,11 @@
-"""Validation loss over a fixed set of windows, the same for any number of ranks."""
+"""Losses without training: on validation windows, the same for any number of ranks, and on other
+text."""
 
 from math import exp, log
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from angular_lab.data.batches import Tokens
@@ -38,3 +40,29 @@ def evaluate(
     if tokens.bytes_per_token:
         metrics["val_bits_per_byte"] = loss_value / log(2) / tokens.bytes_per_token
     return metrics
+
+
+@torch.no_grad()
+def text_loss(
+    model: nn.Module, ids: NDArray[np.int64], sequence: int, batch: int, autocast: torch.autocast
+) -> float:
+    """Return the mean loss of all ids but the first, each predicted from those before it in its
+    window. Windows follow each other as in training; the last one may be shorter."""
+    device = next(model.parameters()).device
+    count = (ids.size - 1) // sequence
+    pieces = [
+        np.stack([ids[i * sequence : (i + 1) * sequence + 1] for i in range(first, last)])
+        for first in range(0, count, batch)
+        for last in [min(first + batch, count)]
+    ]
+    if (ids.size - 1) % sequence:
+        pieces.append(ids[None, count * sequence :])
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    model.eval()
+    for piece in pieces:
+        data = torch.from_numpy(piece).to(device)
+        with autocast:
+            loss = model(data[:, :-1], data[:, 1:])
+        total += loss.double() * (piece.shape[1] - 1) * len(piece)
+    model.train()
+    return (total / (ids.size - 1)).item()
