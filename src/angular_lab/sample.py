@@ -7,6 +7,7 @@ import torch
 from angular_lab.data.tokenizer import Tokenizer
 from angular_lab.errors import UserError
 from angular_lab.models import LanguageModel, build_model
+from angular_lab.models.generate import choose
 from angular_lab.run_folder import RunFolder
 from angular_lab.training import checkpoint
 from angular_lab.training.averages import Averages
@@ -39,9 +40,7 @@ def generate(
     for _ in range(length):
         window = torch.tensor([ids[-model.spec.sequence :]], device=device)
         logits = model(window)[0, -1, : tokenizer.vocabulary].float()
-        best = logits.topk(min(top_k, len(logits)))
-        probabilities = torch.softmax(best.values / max(temperature, 1e-6), dim=-1)
-        choice = int(best.indices[torch.multinomial(probabilities, 1, generator=generator)])
+        choice = int(choose(logits, temperature, top_k, generator))
         if choice == tokenizer.end_of_text:
             break
         ids.append(choice)

@@ -32,7 +32,9 @@ log = logging.getLogger(__name__)
 
 
 def _spec(arguments: argparse.Namespace) -> Spec:
-    return override(named_run(arguments.named_run), arguments.overrides)
+    sampling = getattr(arguments, "sample_every", None)
+    more = [] if sampling is None else [f"sample_every={sampling}"]
+    return override(named_run(arguments.named_run), [*arguments.overrides, *more])
 
 
 def _print_folder(folder: Path) -> None:
@@ -251,6 +253,9 @@ def add_commands(add: Add) -> None:
                 "--resume", type=_resume, default="never", metavar="auto|never|STEP",
                 help="continue from the newest checkpoint, or from that of a step",
             )  # fmt: skip
+        if name == "train":
+            sub.add_argument("--sample-every", metavar="STEPS", help="generate text every N steps; "
+                             "the same as sample_every=STEPS")  # fmt: skip
         if name == "branch":
             sub.add_argument(
                 "--at",

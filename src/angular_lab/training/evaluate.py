@@ -1,5 +1,5 @@
-"""Losses without training: on validation windows, the same for any number of ranks, and on other
-text."""
+"""What is measured of a model without training it: losses on validation windows, the same for any
+number of ranks, losses on other text, and samples of what it writes."""
 
 from math import exp, log
 
@@ -9,6 +9,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from angular_lab.data.batches import Tokens
+from angular_lab.data.evaluated_text import tokenizer_of
+from angular_lab.models import LanguageModel
+from angular_lab.models.generate import continue_all
 from angular_lab.training.ranks import Ranks
 
 
@@ -66,3 +69,24 @@ def text_loss(
         total += loss.double() * (piece.shape[1] - 1) * len(piece)
     model.train()
     return (total / (ids.size - 1)).item()
+
+
+class Samples:
+    """Text that a model writes during training: the beginnings of a few validation sequences, and
+    how it continues them. The same prompts and the same random numbers every time."""
+
+    COUNT, PROMPT, LENGTH = 3, 32, 64  # prompts; tokens of each, and of its continuation
+
+    def __init__(self, validation: Tokens, device: torch.device) -> None:
+        self.tokenizer = tokenizer_of(validation.folder)
+        count = min(self.COUNT, len(validation))
+        spread = np.arange(count) * len(validation) // count  # over the documents
+        size = min(self.PROMPT, validation.sequence // 2 or 1)
+        windows = validation.windows(spread)[:, :size]
+        self.prompts = torch.from_numpy(windows).to(device)
+
+    def write(self, model: LanguageModel) -> list[dict[str, str]]:
+        """Return each prompt and the text that follows it."""
+        ids = continue_all(model, self.prompts, self.LENGTH, self.tokenizer.vocabulary)
+        size, decode = self.prompts.shape[1], self.tokenizer.decode
+        return [{"prompt": decode(x[:size]), "text": decode(x[size:])} for x in ids.tolist()]
