@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,7 +72,22 @@ def log_to(arguments: argparse.Namespace) -> None:
     if not runs:
         raise UserError(f"log-to {arguments.dashboard}: give at least one run folder")
     for folder in [find_run(text) for text in runs]:
-        print(f"{folder.name}: {send_run(arguments.dashboard, folder, assignments)}")
+        sent = send_run(arguments.dashboard, folder, [*_group(folder), *assignments])
+        print(f"{folder.name}: {sent}")
+
+
+def _group(folder: Path) -> list[str]:
+    """Return the setting that groups a run under its sweep, if it has one and no group is set."""
+    from angular_lab.run_folder import RunFolder
+    from angular_lab.sweeps.sweep_file import SWEEPS, SweepRecord
+
+    if RunFolder(folder).read_spec().dashboard.group is None:
+        for path in sorted((folder.resolve().parents[1] / SWEEPS).glob("*.json")):
+            with suppress(UserError):  # a report says what is wrong with it
+                trials = SweepRecord.read(path).trials
+                if any(folder.resolve().name in trial.all_runs for trial in trials):
+                    return [f"dashboard.group={path.stem}"]
+    return []
 
 
 def _tokens(text: str) -> int:

@@ -11,15 +11,19 @@ from typing import Any
 
 import pytest
 
+from angular_lab.cli.main import main
 from angular_lab.config.spec import DashboardSpec, Spec
 from angular_lab.errors import UserError
 from angular_lab.run_folder import RunFolder, read_run
+from angular_lab.sweeps.sweep_file import TrialRecord
 from angular_lab.training import loggers
 from angular_lab.training.nonfinite import NotFinite
 from angular_lab.training.signals import Preempted
 from angular_lab.training.start import train
 from tests.dashboards import trackio_rows, wandb_rows, wandb_run, wandb_summary
+from tests.lab.report.made import write_record
 from tests.lab.runs import LIMIT, lines, start, stopped_copy, tiny
+from tests.lab.sweeps.small import small, sweep
 
 DASHBOARD = DashboardSpec(project="angles", entity="lab", group="teaser", tags=("first", "long"))
 
@@ -326,3 +330,31 @@ def test_a_dashboard_shows_how_a_run_ended(
     loggers.close_loggers([logger], run, error)
     assert (tracker.summary["state"], tracker.exit_code) == (state, code)
     assert ("final_val_loss" in tracker.summary) == (state == "done")
+
+
+def test_log_to_groups_a_run_of_a_sweep_under_its_name(
+    finished: Path, tmp_path: Path, tracker: FakeTracker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "store"
+    shutil.copytree(finished, store / "runs" / "trial")
+    trial = TrialRecord("angular_muown", 0.02, 0, {12: "trial"})
+    write_record(store, [trial], name="teaser-s")
+    words = ["log-to", "wandb", str(store / "runs" / "trial")]
+    for more, group in (([], "teaser-s"), (["dashboard.group=mine"], "mine")):
+        assert main([*words, *more]) == 0
+        assert tracker.runs[-1]["group"] == group
+    assert main(["log-to", "wandb", str(finished)]) == 0
+    assert tracker.runs[-1]["group"] == "nano", "the named run"
+    printed = capsys.readouterr().out
+    assert printed.startswith("trial: sent 12 steps, up to 12, to wandb: run id at https://")
+    assert main(["log-to", "wandb", "dashboard.group=mine"]) == 2
+    assert "give at least one run folder" in capsys.readouterr().err
+
+
+def test_runs_of_a_sweep_are_a_group(data: Path, tmp_path: Path, tracker: FakeTracker) -> None:
+    arm = small(data).arms[1]
+    for given, group in ((None, "small-nano"), ("mine", "mine")):
+        spec = replace(arm.spec, loggers=("wandb",), dashboard=DashboardSpec(group=given))
+        arms = (replace(arm, spec=spec),)
+        sweep(small(data, arms=arms, horizons=(4,), seeds=(0,)), tmp_path / group)
+        assert tracker.runs[-1]["group"] == group
