@@ -14,6 +14,7 @@ import importlib
 import io
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -126,7 +127,8 @@ class Wandb:
     def place(self) -> str:
         if not self.run.offline:
             return f"run {self.run.id} at {self.run.url}"
-        return f"run {self.run.id}; send it with wandb sync {Path(self.run.dir).parent}"
+        folder = Path(os.path.relpath(Path(self.run.dir).parent))
+        return f"run {self.run.id}; send it with wandb sync {folder}"
 
 
 # W&B shows a run as finished only if its exit code is 0.

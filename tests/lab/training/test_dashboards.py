@@ -240,8 +240,8 @@ def test_log_to_wandb_sends_a_finished_run_under_the_id_of_training(
         assert [row["_step"] for row in wandb_rows(path)] == list(range(1, 13))
         assert wandb_run(path).run_id == loggers.run_id(run.read_spec(), run)
         assert wandb_run(path).run_group == "mine"
-    folders = {text.partition("wandb sync ")[2] for text in map(str, sent)}
-    assert folders == {str(path.parent) for path in files}
+    folders = {Path(text.partition("wandb sync ")[2]).resolve() for text in map(str, sent)}
+    assert folders == {path.parent.resolve() for path in files}
 
 
 def test_log_to_trackio_adds_only_what_is_new(finished: Path, tmp_path: Path) -> None:
