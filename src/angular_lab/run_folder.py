@@ -4,6 +4,9 @@ spec.json        all settings of the run, versions, git state, fingerprint of th
                  settings changed at which step
 metrics.jsonl    one line per logged step, deterministic: the same run writes the same bytes
 timing.jsonl     what depends on the machine: seconds, tokens/s, memory, other processes
+angles.jsonl     mean angle by which a step turned the rows of each matrix
+samples.jsonl    text that the model generated during training
+evaluations.jsonl  losses of checkpoints on other text, by `angular-lab eval`
 checkpoints/     step_00001000/ ...
 DONE             when all steps are taken
 STOPPED          when a signal or the end of its time stopped it: exit code and step, as JSON
@@ -141,6 +144,24 @@ class RunFolder:
         return self.path / "timing.jsonl"
 
     @property
+    def angles_path(self) -> Path:
+        return self.path / "angles.jsonl"
+
+    @property
+    def samples_path(self) -> Path:
+        return self.path / "samples.jsonl"
+
+    @property
+    def evaluations_path(self) -> Path:
+        return self.path / "evaluations.jsonl"
+
+    @property
+    def logs(self) -> tuple[Path, ...]:
+        """All files of lines that belong to a step."""
+        measured = self.metrics_path, self.timing_path, self.angles_path
+        return *measured, self.samples_path, self.evaluations_path
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -230,19 +251,25 @@ class RunFolder:
             os.close(descriptor)
 
     def sync_metrics(self) -> None:
-        """Force the log to disk, before a checkpoint that relies on its lines."""
-        if self.metrics_path.exists():
-            with open(self.metrics_path) as file:
-                os.fsync(file.fileno())
+        """Force the logs to disk, before a checkpoint that relies on their lines."""
+        for path in (self.metrics_path, self.angles_path, self.samples_path):
+            if path.exists():
+                with open(path) as file:
+                    os.fsync(file.fileno())
 
     def read_metrics(self) -> list[Metrics]:
         """Return the logged lines. Raises UserError at a damaged one; an unfinished last line,
         which a killed process may leave, is skipped."""
         return [Metrics.from_dict(values) for _, values in _lines(self.metrics_path, _refuse)]
 
+    def read_timing(self) -> dict[int, dict[str, Any]]:
+        """Return the lines of timing.jsonl by step."""
+        lines = (values for _, values in _lines(self.timing_path, _refuse))
+        return {line["step"]: line for line in lines if "step" in line}
+
     def rewind(self, step: int) -> None:
         """Remove the lines logged after `step`: the run is about to take those steps again."""
-        for path in (self.metrics_path, self.timing_path):
+        for path in self.logs:
             if path.exists():
                 lines = [
                     text for text, line in _lines(path, _refuse) if line.get("step", 0) <= step
@@ -411,6 +438,11 @@ def shared_device(timing: Iterable[Mapping[str, Any]]) -> bool | None:
         elif isinstance(load, int | float) and isinstance(own, int | float):
             found.add(load - own > OTHER_LOAD)
     return True if True in found else False if False in found else None
+
+
+def read_lines(path: Path, warnings: list[str]) -> list[dict[str, Any]]:
+    """Return the intact lines of a log; describe in `warnings` those that are damaged."""
+    return [values for _, values in _lines(path, warnings.append)]
 
 
 def _lines(path: Path, report: Callable[[str], None]) -> Iterator[tuple[str, dict[str, Any]]]:

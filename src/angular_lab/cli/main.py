@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from angular_lab.cli.cluster import add_ranks
+from angular_lab.cli.evaluate import add_evaluate
 from angular_lab.cli.experiments import add_experiments
 from angular_lab.cli.inspect import add_inspect
 from angular_lab.cli.prepare import add_prepare
@@ -147,6 +148,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add_commands(add)
     add_inspect(add)
+    add_evaluate(add)
     add_prepare(add)
     add_experiments(add)
     add_ranks(add)

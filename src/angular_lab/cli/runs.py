@@ -34,7 +34,9 @@ log = logging.getLogger(__name__)
 
 
 def _spec(arguments: argparse.Namespace) -> Spec:
-    return override(named_run(arguments.named_run), arguments.overrides)
+    sampling = getattr(arguments, "sample_every", None)
+    more = [] if sampling is None else [f"sample_every={sampling}"]
+    return override(named_run(arguments.named_run), [*arguments.overrides, *more])
 
 
 def _print_folder(folder: Path) -> None:
@@ -203,7 +205,8 @@ def show(arguments: argparse.Namespace) -> None:
 
 
 def sample(arguments: argparse.Namespace) -> None:
-    from angular_lab.sample import check_sampling, generate, load_run, tokenizer_of
+    from angular_lab.data.evaluated_text import tokenizer_of
+    from angular_lab.sample import check_sampling, generate, load_run
     from angular_lab.training.start import prepared_data
 
     names = ("length", "temperature", "seed")
@@ -215,10 +218,11 @@ def sample(arguments: argparse.Namespace) -> None:
 
 
 def export(arguments: argparse.Namespace) -> None:
+    from angular_lab.data.evaluated_text import tokenizer_of
     from angular_lab.data.prepare import TOKENIZER
     from angular_lab.export.huggingface import check_target
     from angular_lab.export.huggingface import export as write
-    from angular_lab.sample import load_run, tokenizer_of
+    from angular_lab.sample import load_run
     from angular_lab.training.start import data_place
 
     check_target(arguments.out, arguments.overwrite)
@@ -286,6 +290,9 @@ def add_commands(add: Add) -> None:
                 "--resume", type=_resume, default="never", metavar="auto|never|STEP",
                 help="continue from the newest checkpoint, or from that of a step",
             )  # fmt: skip
+        if name == "train":
+            sub.add_argument("--sample-every", metavar="STEPS", help="generate text every N steps; "
+                             "the same as sample_every=STEPS")  # fmt: skip
         if name == "branch":
             sub.add_argument(
                 "--at",

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import log, sqrt
 from statistics import fmean, median
 
+from angular_lab.report.heat_map import heat_map
 from angular_lab.report.plots import Figure, Panel, Trace
 from angular_lab.report.read import SweepResults, TrialResult, short
 from angular_lab.report.results import key_of
@@ -44,6 +45,7 @@ def sweep_figures(sweep: SweepResults) -> list[Figure]:
         value_figure(sweep, paint),
         angle_figure(sweep, first, paint),
         norm_figure(sweep, first, paint),
+        _heat_map(sweep, first),
     ]
     return [figure for figure in figures if figure is not None]
 
@@ -243,6 +245,15 @@ def norm_figure(
         return None
     caption = f"Mean length of the rows of the hidden matrices. {_chosen(sweep, trials)}"
     return Figure(key_of(sweep, "row-norms"), Panel(traces, "tokens", "mean row norm"), caption)
+
+
+def _heat_map(sweep: SweepResults, trials: dict[str, TrialResult]) -> Figure | None:
+    """Draw the angles of every matrix, of our method at its best value."""
+    if sweep.ours is None or sweep.ours not in trials:
+        return None
+    trial = trials[sweep.ours]
+    what = f"{sweep.ours} at {short(trial.axis)} {trial.value:g}, seed {trial.seed}"
+    return heat_map(path(trial), key_of(sweep, "angles-by-layer"), what, sweep.warnings)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import ceil
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -44,6 +44,17 @@ class Trace:
     spans: Sequence[tuple[float, float]] = ()  # whiskers along x, one for each point
 
 
+@dataclass(frozen=True)
+class Image:
+    """Coloured cells, on a logarithmic scale: rows from the top, columns from edge to edge."""
+
+    edges: Sequence[float]  # of the columns, one more than there are
+    rows: Sequence[Sequence[float]]  # nan: no value
+    groups: Sequence[tuple[str, int]]  # of consecutive rows: name, and how many
+    label: str  # of the colour bar
+    lowest: float | None = None  # of the colours: values below have the same one
+
+
 class Panel(NamedTuple):
     traces: Sequence[Trace]
     x_label: str
@@ -56,6 +67,7 @@ class Panel(NamedTuple):
     y_names: Sequence[str] = ()  # of the rows 0, 1, ..., from the top
     x_limits: tuple[float, float] | None = None
     x_band: float | None = None  # shades -band to band, around a line at zero
+    image: Image | None = None  # drawn instead of traces
 
 
 @dataclass(frozen=True)
@@ -65,7 +77,36 @@ class Figure:
     caption: str
 
 
+def draw_image(axes: Any, panel: Panel, image: Image) -> None:
+    """Draw the cells with a colour bar, and name the groups of rows."""
+    from matplotlib.colors import LogNorm
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    ends = [*accumulate((count for _, count in image.groups), initial=0)]
+    # One picture in the SVG: thousands of rectangles would be slow.
+    cells = axes.pcolormesh(
+        image.edges, range(len(image.rows) + 1), image.rows, rasterized=True,
+        norm=LogNorm(image.lowest, clip=True),
+    )  # fmt: skip
+    axes.set_ylim(len(image.rows), 0)
+    centers = [(a + b) / 2 for a, b in pairwise(ends)]
+    axes.set_yticks(centers, [name for name, _ in image.groups])
+    axes.tick_params(axis="y", length=0)
+    axes.hlines(ends[1:-1], image.edges[0], image.edges[-1], color="white", linewidth=1.5)
+    axes.set_xlabel(panel.x_label)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
+    axes.spines[:].set_visible(False)
+    bar = axes.figure.colorbar(cells, ax=axes, label=image.label, pad=0.02, extend="min")
+    bar.ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    bar.ax.yaxis.set_minor_formatter(NullFormatter())
+    bar.outline.set_visible(False)
+
+
 def draw(axes: Any, panel: Panel) -> None:
+    if panel.image:
+        draw_image(axes, panel, panel.image)
+        return
     for trace in panel.traces:
         dashed = {"linestyle": (0, (1, 1))} if trace.color >= len(COLORS) else {}
         style = {**dashed, **STYLES[trace.kind]}
@@ -160,6 +201,9 @@ def _figure(panels: Sequence[Panel]) -> Any:
     rows = max((ceil(len(x) / _legend_columns(x)) for x in labels if x), default=0)
     named = max(len(panel.y_names) for panel in panels)
     height = 1.0 + 0.28 * named if named else 3.5
+    rows_of_cells = max((len(panel.image.rows) for panel in panels if panel.image), default=0)
+    if rows_of_cells:
+        height = min(max(2.8, 1.0 + 0.055 * rows_of_cells), 9.0)
     width = (7.0 if named else 5.2) * len(panels)
     figure = Canvas(figsize=(width, height + 0.2 * rows), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):

@@ -4,12 +4,15 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from angular_lab.evaluations import read_evaluations
 from angular_lab.report.figures import colors, loss_top
+from angular_lab.report.heat_map import heat_map
 from angular_lab.report.page import Section
 from angular_lab.report.plots import Figure, Panel, Trace
-from angular_lab.report.tables import Mark, Table, form, loss
+from angular_lab.report.tables import Mark, Row, Table, form, loss
 from angular_lab.run_folder import Run
 
+HEAT_MAPS = 4  # of a section with many runs, the first ones have a heat map
 KEYS = (
     ("val_loss", "validation loss", "Validation loss"),
     ("angle_mean", "mean angle per step (rad)", "Mean angle by which a step turns a row"),
@@ -83,8 +86,31 @@ def single_section(runs: Sequence[Run], key: str, title: str) -> Section:
         if run.status != "done"
     ]
     table = Table(f"{key}-summary", "Where the runs ended", rows, note)
+    further = _evaluations(runs, key, warnings)
     figures = [figure for k in KEYS if (figure := _figure(runs, key, *k)) is not None]
-    return Section(key, title, warnings=warnings, tables=[table], figures=figures)
+    figures += _heat_maps(runs, key, warnings)
+    return Section(key, title, warnings=warnings, tables=[table, *further], figures=figures)
+
+
+def _evaluations(runs: Sequence[Run], key: str, warnings: list[str]) -> list[Table]:
+    """Return the table of what `angular-lab eval` found, if it was used."""
+    rows: list[Row] = [
+        {"run": label, **evaluation.row}
+        for label, run in zip(labels(runs), runs, strict=True)
+        for evaluation in read_evaluations(run.folder, warnings)
+    ]
+    note = "Losses in nats per token. Bits per byte are comparable between tokenizers."
+    return [Table(f"{key}-evaluations", "Evaluations on other text", rows, note)] if rows else []
+
+
+def _heat_maps(runs: Sequence[Run], key: str, warnings: list[str]) -> list[Figure]:
+    """Return the angles by layer of the first few runs."""
+    named = [*zip(labels(runs), runs, strict=True)][:HEAT_MAPS]
+    drawn = (
+        heat_map([run], f"{key}-angles-by-layer-{i + 1}", label, warnings)
+        for i, (label, run) in enumerate(named)
+    )
+    return [figure for figure in drawn if figure is not None]
 
 
 def _figure(runs: Sequence[Run], key: str, name: str, axis: str, what: str) -> Figure | None:

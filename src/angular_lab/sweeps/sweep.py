@@ -17,6 +17,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from angular_lab.config.overrides import override
 from angular_lab.config.spec import DASHBOARD, LENGTH
 from angular_lab.data.shards import Manifest
 from angular_lab.errors import UserError
@@ -335,6 +336,8 @@ class Sweep:
             if run.started:
                 planned.check(run)
                 spec = planned.continued(run.read_spec())
+            elif spec.loggers and spec.dashboard.group is None:
+                spec = override(spec, [f"dashboard.group={self.name}"])
             changing = DASHBOARD | LENGTH
             train(spec, run, True, self.device, self.until, self.models, None, changing)
         except Preempted:

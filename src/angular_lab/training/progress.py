@@ -20,7 +20,7 @@ from angular_lab.status.clock import COMPILING, PHASES, Clock
 from angular_lab.status.device_use import device_use
 from angular_lab.status.screen import Row, Screen, Shown, Smoothed, Status, duration, short_number
 from angular_lab.training import build, checkpoint
-from angular_lab.training.loggers import Logger, make_loggers
+from angular_lab.training.loggers import Logger, close_loggers, make_loggers
 from angular_lab.training.ranks import Ranks
 
 # Dense bf16 peak in FLOP/s, by the vendor's datasheets; MFU is a share of this.
@@ -144,11 +144,10 @@ class Progress:
     def __enter__(self) -> "Progress":
         return self
 
-    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, _: object, error: BaseException | None, traceback: object) -> None:
         self.end_step()
         self.screen.close(keep=error is not None)
-        for logger in self.loggers:
-            logger.close()
+        close_loggers(self.loggers, self.run, error)
         if self.ranks.first and error is None:
             self.screen.table(summary(self))
             self.screen.end(one_line(self))

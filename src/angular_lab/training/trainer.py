@@ -1,5 +1,6 @@
 """The training loop: batch, step, evaluate, log, save."""
 
+import logging
 import time
 from collections.abc import Generator
 from contextlib import closing
@@ -18,13 +19,15 @@ from angular_lab.status.clock import EVALUATING, SAVING
 from angular_lab.status.screen import Shown
 from angular_lab.training import build, checkpoint
 from angular_lab.training.averages import Averages
-from angular_lab.training.evaluate import evaluate
+from angular_lab.training.evaluate import Samples, evaluate
 from angular_lab.training.nonfinite import NotFinite, OnHost, culprit, weights_are_finite
 from angular_lab.training.progress import Progress
 from angular_lab.training.ranks import Ranks
 from angular_lab.training.recorded_passes import WARM_UP, Passes, can_record
 from angular_lab.training.signals import Preempted, Sigterm
 from angular_muown import AngleMonitor
+
+log = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -67,6 +70,7 @@ class Trainer:
             self.monitor.close()
         self.averages = Averages(self.model, spec.averages)
         self.progress = Progress(spec, run, ranks, self.model, data, shown)
+        self.samples = Samples(self.validation, ranks.device) if spec.sample_every else None
         self.skipped = 0
         self.host_norm = OnHost(torch.zeros(()))
 
@@ -96,6 +100,8 @@ class Trainer:
                     metrics = self.measure(loss)
                     if metrics:
                         self.progress.log(self.step, metrics)
+                    if self.samples and self.due(self.spec.sample_every):
+                        self.sample(self.samples)
                     if self.due(self.spec.save_every) or self.step in self.spec.pinned:
                         self.save()
                     if self.ranks.any(sigterm.received or time.monotonic() >= self.until):
@@ -143,6 +149,7 @@ class Trainer:
         measured = self.spec.angle_every and self.step % self.spec.angle_every == 0
         if measured and (angles := self.monitor.read()):
             metrics |= {key: value for key, value in angles.items() if "/" not in key}
+            self.log_angles(angles)
         if self.due(self.spec.eval_every):
             with self.progress.phase(EVALUATING):
                 metrics |= self.evaluate()
@@ -159,6 +166,22 @@ class Trainer:
         }
         # JSON has no NaN: what is not finite is null
         return {key: value if isfinite(value) else None for key, value in line.items()}
+
+    def log_angles(self, values: dict[str, float]) -> None:
+        """Write the angle of each parameter, short enough for thousands of steps."""
+        names = [name for name, _ in self.model.named_parameters()]
+        named = {name: values[key] for name in names if (key := f"angle_mean/{name}") in values}
+        angles = {name: float(f"{v:.4g}") if isfinite(v) else None for name, v in named.items()}
+        if self.ranks.first:
+            self.run.append(self.run.angles_path, {"step": self.step, "angles": angles})
+
+    def sample(self, samples: Samples) -> None:
+        """Write and show what the model makes of a few prompts. Training does not notice it."""
+        with self.progress.phase(EVALUATING), self.autocast:
+            written = samples.write(self.model)
+        for pair in written if self.ranks.first else ():
+            self.run.append(self.run.samples_path, {"step": self.step, **pair})
+            log.info("step %d: %r -> %r", self.step, pair["prompt"], pair["text"])
 
     def validate(self) -> dict[str, float]:
         count = max(1, self.spec.eval_tokens // self.spec.model.sequence)
