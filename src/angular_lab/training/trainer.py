@@ -83,11 +83,7 @@ class Trainer:
             if self.ranks.any(sigterm.received):
                 raise Preempted(f"before step {self.step + 1}; {self.again}")
             for tokens, targets in batches:
-                loss = self.forward_backward(tokens, targets)
-                if self.is_finite(tokens, targets):
-                    self.update()
-                self.step += 1
-                metrics = self.measure(loss)
+                metrics = self.measure(self.take_step(tokens, targets))
                 if metrics:
                     self.progress.log(self.step, metrics)
                 if self.due(self.spec.save_every) or self.step in self.spec.pinned:
@@ -96,6 +92,14 @@ class Trainer:
                     self.save_once()
                     raise Preempted(f"saved at step {self.step}; {self.again}")
         self.finish()
+
+    def take_step(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Take one step and return its loss. Nothing is measured, logged or saved."""
+        loss = self.forward_backward(tokens, targets)
+        if self.is_finite(tokens, targets):
+            self.update()
+        self.step += 1
+        return loss
 
     def forward_backward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Mean loss of this rank's sequences; gradients are the mean over all ranks."""
