@@ -211,4 +211,5 @@ def _uuid(device: torch.device) -> str | None:
     """Return the name by which nvidia-smi knows the device; None for a CPU."""
     if device.type != "cuda":
         return None
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    return f"GPU-{uuid.removeprefix('GPU-')}"
