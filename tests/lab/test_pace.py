@@ -47,7 +47,7 @@ def timed(base) -> tuple[Pace, dict[str, Contestant], list[str]]:
 
         patch.setattr(Contestant, "step", lambda self: (log.append(self.name), step(self)))
         patch.setattr(measuring, "_rounds", keep)
-        patch.setattr(measuring, "look", lambda gpu: IDLE)
+        patch.setattr(measuring, "look", lambda *_: IDLE)
         pace = measure(base, NAMES, ROUNDS, STEPS, WARMUP, device="cpu", seed=1)
     return pace, contestants, log
 
@@ -161,6 +161,10 @@ def _pace(base, timed, use=(IDLE, IDLE)) -> Pace:
         (IDLE, BUSY, "2 other processes on the GPU (900 MiB)"),
         (replace(IDLE, gpu=True, others=0, memory_mib=9e3), IDLE, "9,000 MiB of the GPU were in"),
         (replace(IDLE, gpu=True), IDLE, "nvidia-smi does not answer"),
+        (replace(IDLE, gpu=True, memory_mib=600.0), IDLE, None),  # the list alone is missing
+        (IDLE, replace(IDLE, gpu=True, memory_mib=9e3, own_mib=5e3), None),
+        (IDLE, replace(IDLE, gpu=True, memory_mib=9e3, own_mib=4e3), "5,000 MiB of the GPU were"),
+        (replace(IDLE, load=None), IDLE, "the load is unknown"),
     ],
 )
 def test_what_disturbs_a_measurement(before, during, reason) -> None:
@@ -196,13 +200,14 @@ def test_other_processes_are_counted(tmp_path, monkeypatch, apps, state, others,
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     use = look("GPU-1")
     assert (use.gpu, use.others, use.others_mib) == (True, others, mib)
-    assert use.memory_mib == (None if others is None else float(state.split(",")[1]))
+    assert (use.utilization, use.memory_mib) == (*map(float, state.split(",")),)
     assert not look().gpu
 
 
 def test_without_nvidia_smi_the_others_are_unknown(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert look("GPU-1").others is None
+    use = look("GPU-1", 7.0)
+    assert (use.gpu, use.others, use.memory_mib, use.own_mib) == (True, None, None, 7.0)
 
 
 def _command(data: Path, *options: str) -> list[str]:
@@ -214,14 +219,14 @@ def test_the_command_prints_factors_of_a_free_device_only(
     data, tmp_path, monkeypatch, capsys
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(measuring, "look", lambda gpu: IDLE)
+    monkeypatch.setattr(measuring, "look", lambda *_: IDLE)
     assert main(_command(data)) == 0
     free = capsys.readouterr()
     assert "time / adamw's" in free.out
     assert "shared" not in free.out + free.err
     (file,) = Path("pace").glob("*.json")
     clean = file.read_bytes()
-    monkeypatch.setattr(measuring, "look", lambda gpu: BUSY)
+    monkeypatch.setattr(measuring, "look", lambda *_: BUSY)
     assert main(_command(data)) == 0
     shared = capsys.readouterr()
     assert "time / adamw's" not in shared.out

@@ -99,7 +99,7 @@ def measure(
     _check(base, names, rounds, steps, warmup, reference)
     ranks = start_ranks(device)
     gpu = _uuid(ranks.device)
-    before = look(gpu)
+    before = look(gpu, _reserved_mib(gpu))
     data = data_folder(base, ranks)
     order = turns(names, rounds, seed)
     with ExitStack() as stack:
@@ -203,7 +203,7 @@ def _rounds(
         log.info("round %d of %d", number, len(order))
         for name in names:
             contestants[name].take_turn(steps)
-        use.append(look(gpu))
+        use.append(look(gpu, _reserved_mib(gpu)))
     return use
 
 
@@ -211,5 +211,10 @@ def _uuid(device: torch.device) -> str | None:
     """Return the name by which nvidia-smi knows the device; None for a CPU."""
     if device.type != "cuda":
         return None
+    torch.zeros((), device=device)  # nvidia-smi lists a process that has used the device
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     return f"GPU-{uuid.removeprefix('GPU-')}"
+
+
+def _reserved_mib(gpu: str | None) -> float:
+    return 0.0 if gpu is None else torch.cuda.memory_reserved() / 2**20
