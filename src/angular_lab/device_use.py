@@ -43,9 +43,9 @@ def look(gpu: str | None = None, own_mib: float = 0.0) -> DeviceUse:
         busy, memory = map(float, state.split(","))
         use = replace(use, utilization=busy, memory_mib=memory)
     with suppress(*FAILURES):
-        apps = [_row(line) for line in _ask(gpu, APPS)]
-        others = _others(apps)
-        use = replace(use, others=len(others), others_mib=sum(mib for _, mib in others))
+        if apps := [_row(line) for line in _ask(gpu, APPS)]:  # an empty list lacks this process
+            others = _others(apps)
+            use = replace(use, others=len(others), others_mib=sum(mib for _, mib in others))
     return use
 
 
@@ -59,7 +59,7 @@ def _load() -> float | None:
 def _others(apps: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     """Return the processes without this one."""
     # In a container, nvidia-smi may number processes as the host does: then one of them is this.
-    own = next((app for app in apps if app[0] == os.getpid()), apps[0] if apps else None)
+    own = next((app for app in apps if app[0] == os.getpid()), apps[0])
     return [app for app in apps if app is not own]
 
 

@@ -189,7 +189,7 @@ esac
         (f"{os.getpid()}, 700\\n77777, 512\\n", "35, 1300", 1, 512),
         ("77777, [N/A]\\n", "0, 800", 0, 0),  # the host's number for this process
         ("77777, 512\\n88888, 256\\n", "0, 800", 1, 256),
-        ("", "0, 800", 0, 0),
+        ("", "0, 800", None, None),  # this process is missing, so others may be, too
         ("unreadable\\n", "0, 800", None, None),
     ],
 )
