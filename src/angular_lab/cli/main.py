@@ -21,6 +21,7 @@ from angular_lab.cli.cluster import add_ranks
 from angular_lab.cli.evaluate import add_evaluate
 from angular_lab.cli.experiments import add_experiments
 from angular_lab.cli.inspect import add_inspect
+from angular_lab.cli.pace import add_pace
 from angular_lab.cli.prepare import add_prepare
 from angular_lab.cli.runs import add_commands
 from angular_lab.errors import UserError
@@ -149,6 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     add_commands(add)
     add_inspect(add)
     add_evaluate(add)
+    add_pace(add)
     add_prepare(add)
     add_experiments(add)
     add_ranks(add)

@@ -15,11 +15,12 @@ from angular_lab.report.differences import difference_figure
 from angular_lab.report.figures import sweep_figures
 from angular_lab.report.page import Section, write_page
 from angular_lab.report.plots import save
-from angular_lab.report.read import SweepResults, collect
+from angular_lab.report.read import SweepResults, collect, read_paces
 from angular_lab.report.results import (
     by_value_table,
     finals_table,
     key_of,
+    pace_table,
     runs_table,
     speed_table,
     speedrun_table,
@@ -57,7 +58,13 @@ def make_report(sources: Sequence[Path], out: Path) -> Path:
     warnings: list[str] = []
     sweeps, runs = collect(sources, warnings)
     parts = groups(runs, warnings)
+    paces = read_paces(sources, warnings)
+    for sweep in sweeps:
+        sweep.paces = paces
     sections = [_opening(sweeps, runs, warnings), *map(_sweep_section, sweeps)]
+    if paces:
+        tables = [pace_table(pace, i) for i, pace in enumerate(paces, 1)]
+        sections.append(Section("pace", "Time per step", tables=tables))
     for i, part in enumerate(parts):
         many = f", group {i + 1} of {len(parts)}" if len(parts) > 1 else ""
         sections.append(single_section(part, f"single-runs-{i + 1}", f"Single runs{many}"))

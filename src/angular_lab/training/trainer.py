@@ -112,7 +112,7 @@ class Trainer:
             self.finish()
 
     def take_step(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Train on one batch and return its mean loss."""
+        """Take one step and return its loss. Nothing is measured, logged or saved."""
         loss = self.forward_backward(tokens, targets)
         if self.is_finite(tokens, targets):
             self.update()
