@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import re
 import shlex
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ PROCESSES = (
     "worker processes on this machine; a small model does not fill a large GPU, so several on one "
     "raise the total throughput; several GPUs are used in turn"
 )
+NUMBER = re.compile(r"<?[\d.,e+-]+( [a-z]+)?")  # perhaps with a unit
 log = logging.getLogger(__name__)
 
 
@@ -62,15 +64,24 @@ def sweep(arguments: argparse.Namespace) -> None:
         run_and_print(sweeps, arguments)
 
 
+def _print_table(rows: "list[dict[str, str]]") -> None:
+    """Print the rows with numbers aligned right."""
+    from angular_lab.report.tables import Mark, text_table
+
+    def cell(text: str) -> "Mark | str":
+        return Mark(0, "", text) if NUMBER.fullmatch(text) else text
+
+    print(text_table([{name: cell(text) for name, text in row.items()} for row in rows]))
+
+
 def print_dry_run(sweeps: "list[Sweep]", tflops: float | None) -> None:
     """Print what the sweeps would train and what that costs."""
-    from angular_lab.report.tables import text_table
     from angular_lab.sweeps import dry_run
 
     for i, sweep in enumerate(sweeps):
         works = dry_run.work_of(sweep)
         print(f"{chr(10) * bool(i)}{sweep.experiment.title}\n")
-        print(text_table(dry_run.rows(works)))
+        _print_table(dry_run.rows(works))
         print("\n".join(["", *dry_run.notes(sweep, works, tflops)]))
 
 
@@ -173,12 +184,12 @@ def theory(arguments: argparse.Namespace) -> None:
 
 def experiments(arguments: argparse.Namespace) -> None:
     from angular_lab.experiments.cost import listing, questions
-    from angular_lab.report.tables import text_table
 
     rows, note = listing(arguments.scale)
-    print(f"{text_table(questions())}\n")
-    print(text_table(rows))
-    print(note)
+    _print_table(questions())
+    print()
+    _print_table(rows)
+    print(f"\n{note}")
 
 
 def convert_runs(arguments: argparse.Namespace) -> None:
@@ -188,7 +199,7 @@ def convert_runs(arguments: argparse.Namespace) -> None:
 
 
 def add_experiments(add: Callable[..., argparse.ArgumentParser]) -> None:
-    sub = add("experiments", experiments, "list the experiments and what they cost here")
+    sub = add("experiments", experiments, "list the experiments and what they cost, by device")
     sub.add_argument("--scale", help="paper, s or nano; default: all")
     sub = add("report", report, "make a page about sweeps and runs")
     sub.add_argument("sources", type=Path, nargs="*", default=[Path()], metavar="source",

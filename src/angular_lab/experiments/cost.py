@@ -53,7 +53,9 @@ def device_hours(operations: float) -> dict[str, float]:
 
 
 def hours_form(hours: float) -> str:
-    """Return two digits, or all before the point."""
+    """Return two digits, or all before the point; a GPU's work of seconds is next to nothing."""
+    if 0 < hours < 0.01:
+        return "<0.01"
     return f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
 
 

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from angular_lab.config.spec import Spec
 from angular_lab.data.batches import Tokens
 from angular_lab.data.passes import describe_passes
@@ -78,7 +80,9 @@ def work_of(sweep: Sweep) -> list[ArmWork]:
                 work.all.add(run.spec)
                 if run.folder in left:
                     work.left.add(run.spec)
-        for run in trials[0].runs * waiting:
+        # a variant's cooldowns leave the trunk of the arm that it is a variant of
+        further = [*trials[0].ends.values()] if arm.variant_of else trials[0].runs
+        for run in further * waiting:
             work.all.add(run.spec)
             work.left.add(run.spec)
         result.append(work)
@@ -134,9 +138,7 @@ def notes(sweep: Sweep, works: Sequence[ArmWork], tflops: float | None = None) -
     plan, left = sweep.experiment, total(work.left for work in works)
     lines = [f"seeds      {_seeds(sweep)}", f"horizons   {_horizons(plan.horizons)}"]
     if plan.pairs:
-        pairs = "; ".join(f"{a} below {b}" for a, b in plan.pairs[:4])
-        more = f" and {len(plan.pairs) - 4} more" if len(plan.pairs) > 4 else ""
-        lines.append(f"compares   {pairs}{more}")
+        lines.append(f"compares   {_pairs(plan.pairs)}")
     everything = total(work.all for work in works)
     done = everything.runs - left.runs
     return [
@@ -157,7 +159,15 @@ def _seeds(sweep: Sweep) -> str:
         return f"{', '.join([first, *others])}: every method on each of them"
     if not others:
         return f"{first}: chooses the value of each method, and no other seed judges it"
-    return f"{first} chooses the value of each method, {', '.join(others)} judge it"
+    return f"{first} chooses the value of each method; judged on {', '.join(others)}"
+
+
+def _pairs(pairs: Sequence[tuple[str, str]]) -> str:
+    """Return which method is compared with which others."""
+    others: dict[str, list[str]] = {}
+    for a, b in pairs:
+        others.setdefault(a, []).append(b)
+    return "; ".join(f"{a} with {', '.join(listed)}" for a, listed in others.items())
 
 
 def _horizons(horizons: Sequence[int]) -> str:
@@ -165,7 +175,7 @@ def _horizons(horizons: Sequence[int]) -> str:
         return f"{horizons[0]:,} steps"
     *before, last = map(str, horizons)
     listed = f"{', '.join(before)} and {last}"
-    return f"{listed} steps: cooldowns that branch off one run at a constant learning rate"
+    return f"{listed} steps, branching off one run at a constant learning rate"
 
 
 def _times(operations: float, tflops: float | None) -> list[str]:
@@ -205,14 +215,13 @@ def check_specs(sweep: Sweep) -> None:
                 seen.add(spec.model)
                 for split in SPLITS:
                     Tokens(data_place(spec), split, spec.model.sequence, spec.model.vocabulary)
-            if (spec.model, spec.optim) not in seen:
-                seen.add((spec.model, spec.optim))
+            built = spec.model, spec.optim, spec.schedule
+            if built not in seen:
+                seen.add(built)
                 _check_optimizer(trial.arm.label, spec)
 
 
 def _check_optimizer(label: str, spec: Spec) -> None:
-    import torch
-
     with torch.device("meta"):
         model = build_model(spec.model)
     try:
