@@ -71,6 +71,7 @@ def test_a_list_is_what_overrides_make_of_its_parts(numbers: list[float]) -> Non
         ("average=0.1,0.2", [(0.1, 0.2)]),  # a tuple is one value
         ("loggers=wandb,trackio", [("wandb", "trackio")]),
         ("data=a,b:c..d", ["a,b:c..d"]),  # a path is a path
+        ("dashboard.entity=a:b:x2", ["a:b:x2"]),  # only numbers have ranges
         ("seed=3..3", [3]),
     ],
 )
