@@ -20,6 +20,7 @@ from pathlib import Path
 from angular_lab.cli.cluster import add_ranks
 from angular_lab.cli.evaluate import add_evaluate
 from angular_lab.cli.experiments import add_experiments
+from angular_lab.cli.grid import add_grid
 from angular_lab.cli.inspect import add_inspect
 from angular_lab.cli.pace import add_pace
 from angular_lab.cli.prepare import add_prepare
@@ -153,5 +154,6 @@ def _parser() -> argparse.ArgumentParser:
     add_pace(add)
     add_prepare(add)
     add_experiments(add)
+    add_grid(add)
     add_ranks(add)
     return parser

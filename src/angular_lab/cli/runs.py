@@ -61,7 +61,7 @@ def _resume(text: str) -> str | int:
         raise argparse.ArgumentTypeError(f"{text}: write auto, never or a step") from None
 
 
-def _horizons(text: str) -> list[int]:
+def horizons(text: str) -> list[int]:
     try:
         steps = sorted({count(part) for part in text.split(",")})
     except ValueError:
@@ -305,7 +305,7 @@ def add_commands(add: Add) -> None:
                              help="of a cooldown: steps, or a share like 20%% of all steps to its "
                              "end; default: the run's schedule.decay")  # fmt: skip
         if name == "trunk":
-            sub.add_argument("--horizons", type=_horizons, required=True, metavar="STEPS,STEPS",
+            sub.add_argument("--horizons", type=horizons, required=True, metavar="STEPS,STEPS",
                              help="where the cooldowns end")  # fmt: skip
             sub.add_argument("--decay", type=float, help="share of each; default: the run's own")
     _add_continuing(add, device)

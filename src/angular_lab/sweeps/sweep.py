@@ -30,7 +30,7 @@ from angular_lab.sweeps.trials import PlannedRun, Trial, make_trial
 from angular_lab.training.build import Models
 from angular_lab.training.nonfinite import NotFinite
 from angular_lab.training.signals import Preempted, Sigterm
-from angular_lab.training.start import STDLIB, data_id, train
+from angular_lab.training.start import STDLIB, data_id, is_prepared, train
 
 FAILED = ".failed"
 WAIT = 0.5  # seconds between polls of runs that other processes make
@@ -61,7 +61,10 @@ class Sweep:
         data: str | None = None,
         device: str = "",
         name: str | None = None,
+        prepare: bool = True,
     ) -> None:
+        """Without `prepare`, the standard library is not prepared as a corpus: nothing is written,
+        and no run can be made."""
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise UserError(
                 "a sweep under torchrun: each of its runs is one process; start it without "
@@ -75,7 +78,8 @@ class Sweep:
         if Path(self.name).name != self.name:
             raise UserError(f"--name {name}: it must be a plain file name")
         self.path, self.runs = out / SWEEPS / f"{self.name}.json", out / RUNS
-        self.data = data_id(experiment.arms[0].spec)
+        spec = experiment.arms[0].spec
+        self.data = data_id(spec) if prepare or is_prepared(spec) else ""
         self.until, self.extend = inf, 0
         self.max_seeds = 0  # that may judge an open pair; 0: only those of the experiment
         self.models = Models()
@@ -85,7 +89,7 @@ class Sweep:
 
     def trial(self, arm: Arm, value: float, seed: int) -> Trial:
         trial = make_trial(self.experiment, arm, value, seed, self.data, self.runs)
-        before = self._record()
+        before = self.record()
         key = (arm.label, value, seed)
         recorded = (t for t in (before.trials if before else ()) if (t.arm, t.value, t.seed) == key)
         return next((trial.as_recorded(record) for record in recorded), trial)
@@ -121,7 +125,7 @@ class Sweep:
     def _root(self, arm: Arm) -> Arm:
         return next((a for a in self.experiment.arms if a.label == arm.variant_of), arm)
 
-    def _planned(self) -> Iterator[tuple[int, list[Trial]]]:
+    def planned(self) -> Iterator[tuple[int, list[Trial]]]:
         """For every arm yield the trials that are planned so far, and how many more will follow
         once its value is chosen. An arm with one value has no choice to wait for."""
         judges, added = self.experiment.seeds[1:], self._added_seeds()
@@ -185,7 +189,7 @@ class Sweep:
 
     def pending(self) -> list[Trial]:
         """Return the unfinished trials of which a run can start now."""
-        return [trial for _, trials in self._planned() for trial in trials if not trial.done]
+        return [trial for _, trials in self.planned() for trial in trials if not trial.done]
 
     def next_runs(self) -> list[PlannedRun]:
         """Return the runs that can start now and have not failed."""
@@ -195,14 +199,14 @@ class Sweep:
     def counts(self) -> tuple[int, int]:
         """Return how many trials are done, and how many there are in all."""
         done = total = 0
-        for waiting, trials in self._planned():
+        for waiting, trials in self.planned():
             done += sum(trial.done for trial in trials)
             total += waiting + len(trials)
         return done, total
 
     def check(self) -> None:
         """Raise UserError if the sweep's file is of another experiment or other data."""
-        record, plan = self._record(), self.experiment
+        record, plan = self.record(), self.experiment
         if record is None:
             return
         for what, before, now in (
@@ -210,7 +214,7 @@ class Sweep:
             ("scale", record.scale, plan.scale),
             ("data", record.data[:12], self.data[:12]),
         ):
-            if before != now:
+            if before != now and now:  # data that is not prepared is not known
                 raise UserError(
                     f"{self.path} was made with {what} {before}, and this sweep has {now}: give it "
                     "another name with --name"
@@ -249,7 +253,7 @@ class Sweep:
         with FileLock(self.path.with_name(f".{self.name}.lock")):
             self._content().write(self.path)
 
-    def _record(self) -> SweepRecord | None:
+    def record(self) -> SweepRecord | None:
         """Return the file's content; None if there is no file."""
         with suppress(FileNotFoundError):
             status = self.path.stat()
@@ -257,11 +261,11 @@ class Sweep:
         return None
 
     def _recorded_arm(self, label: str) -> ArmRecord | None:
-        record = self._record()
+        record = self.record()
         return next((arm for arm in record.arms if arm.label == label), None) if record else None
 
     def _content(self) -> SweepRecord:
-        plan, before = self.experiment, self._record()
+        plan, before = self.experiment, self.record()
         added = {seed for seeds in self._added_seeds().values() for seed in seeds}
         added |= {*(before.added_seeds if before else ())}
         arms = [self._arm_record(arm) for arm in plan.arms]

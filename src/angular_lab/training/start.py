@@ -42,6 +42,11 @@ def data_place(spec: Spec) -> Path:
     return stdlib_place(STDLIB_FOLDER) if spec.data == STDLIB else Path(spec.data)
 
 
+def is_prepared(spec: Spec) -> bool:
+    """True unless the run's tokens are those of the standard library, and not prepared yet."""
+    return spec.data != STDLIB or Manifest.load(data_place(spec)) is not None
+
+
 def prepared_data(spec: Spec) -> Path:
     """Return the folder of the run's tokens; those of the standard library are prepared here."""
     if spec.data == STDLIB:
