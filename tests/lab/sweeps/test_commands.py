@@ -10,7 +10,7 @@ import pytest
 from angular_lab.cli.main import main
 from angular_lab.data.prepare import prepare
 from angular_lab.data.shards import Manifest
-from angular_lab.data.tokenizer import ByteTokenizer
+from angular_lab.data.tokenizer import BytesTokenizer
 from angular_lab.experiments.comparison import EXPERIMENTS
 from angular_lab.experiments.definition import Experiment
 from angular_lab.sweeps import workers
@@ -70,13 +70,14 @@ def test_a_corpus_is_read_once_unless_the_user_allows_more(
     monkeypatch.setitem(EXPERIMENTS, "small", lambda _: replace(plan, horizons=(4, LONG)))
     words = [command, "small", "--out", str(tmp_path / "store"), "--data", str(tmp_path / "data")]
     passes = LONG * per_step / few
+    least = f"{ceil(passes * 10) / 10:g}"
     assert main(words) == 2
     assert (
         f"the longest run of small-nano makes {passes:.2f} passes over 0.0M training tokens, and "
-        f"--passes allows 1: prepare more text, or allow it with --passes {ceil(passes * 10) / 10:g}"
+        f"--passes allows 1: prepare more text, or allow it with --passes {least}"
     ) in capsys.readouterr().err
     assert not (tmp_path / "store").exists()
-    allowed = [*words, "--passes", f"{ceil(passes * 10) / 10:g}"]
+    allowed = [*words, "--passes", least]
     more = ["--budget", "0.001s"] if command == "sweep" else ["--dry-run", "--time", "1h"]
     assert main([*allowed, *more]) in (0, 75)
     assert f"{passes:.2f} passes over" in capsys.readouterr().err
@@ -85,7 +86,7 @@ def test_a_corpus_is_read_once_unless_the_user_allows_more(
 def prepare_few(out: Path) -> int:
     """Prepare a small corpus, and return its training tokens."""
     texts = [f"document {i} of a small corpus" for i in range(400)]
-    prepare(texts, ByteTokenizer(), out, val_fraction=0.2, progress=False)
+    prepare(texts, BytesTokenizer(), out, val_fraction=0.2, progress=False)
     manifest = Manifest.load(out)
     assert manifest is not None
     return manifest.splits["train"].tokens
