@@ -44,11 +44,14 @@ def submit(arguments: argparse.Namespace) -> None:
     settle([sweep], arguments)
     sweep.extend = arguments.extend
     sweep.check()
+    if arguments.status:
+        print(_status(sweep))
+        return
     resources = _resources(sweep, arguments)
     resources.check()
     log.info(sweep.state())
     _print_plan(sweep, resources, arguments.executor)
-    if arguments.dry_run or not sweep.pending():
+    if arguments.dry_run or not slurm.free_trials(sweep):
         return
     if arguments.executor == "local":
         _run_here(sweep, resources, arguments.until_done)
@@ -90,7 +93,7 @@ def _run_here(sweep: "Sweep", resources: "Resources", until_done: bool) -> None:
     from angular_lab.sweeps import slurm
     from angular_lab.sweeps.progress import SweepProgress
 
-    while trials := sweep.pending():
+    while trials := slurm.free_trials(sweep):
         before = sweep.counts()[0]
         round_ = slurm.Round.of(sweep)
         sweep.write()
@@ -101,13 +104,27 @@ def _run_here(sweep: "Sweep", resources: "Resources", until_done: bool) -> None:
             break
 
 
+def _status(sweep: "Sweep") -> str:
+    """Return how far the sweep is, and which runs are being trained now."""
+    from angular_lab.sweeps.progress import take_snapshot
+
+    now = take_snapshot([sweep])
+    ended = f"{len(now.ended)} of {now.total} runs done, {now.diverged} of them diverged"
+    state = f"{ended}; {now.tokens_left:.3g} tokens left"
+    return "\n".join([sweep.state(), state, *(f"  {run}" for run in now.training)])
+
+
 def _print_plan(sweep: "Sweep", resources: "Resources", executor: str) -> None:
     """Print what is submitted now, what will follow, and what it costs."""
-    trials, (done, total) = sweep.pending(), sweep.counts()
+    from angular_lab.sweeps.slurm import free_trials
+
+    trials, (done, total) = free_trials(sweep), sweep.counts()
     for trial in trials:
         print(f"{trial.arm.label:30} {trial.value:<10g} seed {trial.seed}")
     print(f"{len(trials)} jobs ({executor}), each with {resources}")
-    if later := total - done - len(trials):
+    if training := len(sweep.pending()) - len(trials):
+        print(f"{training} further trials are being made by other processes now")
+    if later := total - done - len(trials) - training:
         print(f"{later} more trials, on the other seeds, can run once values are chosen")
     if trials:
         print(_longest_trial(sweep, resources))
@@ -146,7 +163,7 @@ def _print_next(sweep: "Sweep", arguments: argparse.Namespace) -> None:
         what = f"the {later} trials on the other seeds" if later else "what is left"
         print(f"{'next' if here else 'when these jobs have ended'}, for {what}: {again}")
     if not here:
-        print(f"how far it is: angular-lab ls {sweep.runs}; what is queued: squeue --me")
+        print(f"how far it is: {again} --status; what is queued: squeue --me")
     print(f"for a page about it: angular-lab report {shlex.quote(str(sweep.path))}")
 
 
@@ -157,6 +174,8 @@ def add_submit(add: Callable[..., argparse.ArgumentParser]) -> None:
     sub.add_argument("--executor", default="slurm", help="slurm, or local for processes of this "
                      "machine; default: slurm")  # fmt: skip
     sub.add_argument("--dry-run", action="store_true", help="only print what would be submitted")
+    help_text = "only print how far the sweep is, and what is being trained now"
+    sub.add_argument("--status", action="store_true", help=help_text)
     help_text = "submit the next round when this one has ended, until all trials are done"
     sub.add_argument("--until-done", action="store_true", help=help_text)
     _add_resources(sub)

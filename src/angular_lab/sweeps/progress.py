@@ -40,7 +40,7 @@ class Training:
     def __str__(self) -> str:
         loss = f"loss {self.loss:.4f}" if self.loss is not None else ""
         speed = f"{short_count(self.speed)} tokens/s" if self.speed else "starting"
-        return f"{self.label:36} step {self.step:>7,}/{self.steps:<7,} {loss:12} {speed}"
+        return f"{self.label:36} step {f'{self.step:,}/{self.steps:,}':15} {loss:12} {speed}"
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,8 @@ class SweepProgress:
         names = ", ".join(sweep.name for sweep in self.sweeps)
         elapsed = self.now() - self.began
         rate = (snapshot.tokens_done - self.tokens) / elapsed if elapsed > 0 else 0.0
-        left = f"about {clock(snapshot.tokens_left / rate)} left" if rate > 0 else ""
+        is_known = rate > 0 and snapshot.tokens_left > 0
+        left = f"about {clock(snapshot.tokens_left / rate)} left" if is_known else ""
         counts = {"training": len(snapshot.training), "diverged": snapshot.diverged}
         counts["failed"] = snapshot.failed
         others = [f"{count} {what}" for what, count in counts.items() if count]

@@ -23,6 +23,7 @@ from angular_lab.errors import UserError
 from angular_lab.experiments.definition import Experiment
 from angular_lab.log import configure_logging
 from angular_lab.models import build_model
+from angular_lab.run_folder import is_locked
 from angular_lab.sweeps.progress import SweepProgress
 from angular_lab.sweeps.sweep import AGAIN, WAIT, Sweep
 from angular_lab.sweeps.trials import PlannedRun, Trial
@@ -252,7 +253,7 @@ class Follower:
         sweep = self.round.sweep()
         sweep.check()
         done, total = sweep.counts()
-        if not sweep.pending():
+        if not free_trials(sweep):
             return f"{sweep.name}: {done} of {total} trials done; nothing is left to submit"
         if done <= self.done:
             raise WorkerDied(
@@ -262,6 +263,12 @@ class Follower:
         with submitit.helpers.clean_env():  # or the new jobs inherit the options of this one
             started = start_round(sweep, self.resources, self.partition, follow=True)
         return f"submitted {', '.join(str(job.job_id) for job in started)}"
+
+
+def free_trials(sweep: Sweep) -> list[Trial]:
+    """Return the unfinished trials of which no process makes a run now."""
+    trials = sweep.pending()
+    return [t for t in trials if not any(is_locked(run.folder) for run in t.next_runs)]
 
 
 def jobs(round_: Round, trials: Sequence[Trial], tasks: int | None = None) -> list[Job]:
@@ -278,7 +285,7 @@ def start_round(
     round_ = Round.of(sweep)
     done = sweep.counts()[0]
     sweep.write()
-    batch = jobs(round_, sweep.pending())
+    batch = jobs(round_, free_trials(sweep))
     started = submit(batch, round_.folder, "slurm", resources, sweep.name)
     if follow:
         array = str(started[0].job_id).partition("_")[0]

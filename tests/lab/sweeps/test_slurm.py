@@ -394,6 +394,24 @@ def test_a_dry_run_prints_what_would_be_submitted(
     assert not (tmp_path / "store").exists()
 
 
+def test_the_status_of_a_sweep_and_what_is_left_to_submit(
+    plan: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trial of which another process makes a run is not submitted again."""
+    words = ["submit", "small", "--out", str(tmp_path), "--status"]
+    run = RunFolder(Sweep(plan, tmp_path).next_runs()[0].folder)
+    run.claim()
+    assert main(words) == 0
+    state, counts, training = capsys.readouterr().out.splitlines()
+    assert state.startswith("small, scale nano: 0 of 3 trials done; ")
+    assert counts == "0 of 3 runs done, 0 of them diverged; 1.54e+03 tokens left"
+    assert training.startswith("  adamw 0.001 seed 0")
+    assert main([*words[:-1], "--dry-run", "--time", "1h"]) == 0
+    printed = capsys.readouterr().out
+    assert "1 jobs (slurm)" in printed
+    assert "1 further trials are being made by other processes now" in printed
+
+
 def test_the_estimate_is_compared_with_the_time_that_is_allowed(
     tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
