@@ -174,3 +174,17 @@ def test_a_name_is_for_one_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[s
     words = ["sweep", "teaser", "aux-lr", "--out", str(tmp_path), "--name", "x"]
     assert main(words) == 2
     assert "--name x for 2 experiments" in capsys.readouterr().err
+
+
+def test_show_counts_the_passes_of_a_named_run(
+    data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """300 steps of 2,048 tokens."""
+    tokens = Manifest.load(data)
+    assert tokens is not None
+    available = tokens.splits["train"].tokens
+    assert main(["show", "nano", f"data={data}"]) == 0
+    expected = f"{300 * 2048 / available:.2f} passes over {available / 1e6:.1f}M training tokens"
+    assert f"text         {expected}\n" in capsys.readouterr().out
+    assert main(["show", "nano", "data=data/nowhere"]) == 0
+    assert "data/nowhere is not prepared yet" in capsys.readouterr().out
