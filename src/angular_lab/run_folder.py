@@ -17,6 +17,7 @@ Runs live in a store: `runs/<label>-<digest>/`, one folder each. A cooldown that
 run names that run as its parent; its own log starts after the branch point. No torch here.
 """
 
+import fcntl
 import json
 import os
 import platform
@@ -380,6 +381,19 @@ class Run:
         whole = parent.with_history(warnings)
         before = tuple(m for m in whole.metrics if m.step <= self.spec.parent_step)
         return replace(self, metrics=before + self.metrics)
+
+
+def is_locked(folder: Path) -> bool:
+    """True if a process holds the run. The lock is tested and never waited for; a file that a dead
+    process left is not locked."""
+    try:
+        with open(folder / "LOCK") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
 
 
 def parent_folder(folder: Path, spec: Spec) -> Path:

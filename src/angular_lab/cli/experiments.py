@@ -1,4 +1,4 @@
-"""The commands about experiments: experiments, sweep, submit, report, theory, convert-runs."""
+"""The commands about experiments: experiments, sweep, report, theory, convert-runs."""
 
 import argparse
 import logging
@@ -6,7 +6,8 @@ import re
 import shlex
 import time
 from collections.abc import Callable
-from math import inf
+from dataclasses import replace
+from math import ceil, inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,18 +38,47 @@ def seconds(text: str) -> float:
     return number
 
 
-def _sweep(name: str, arguments: argparse.Namespace) -> "Sweep":
+def seed_list(text: str) -> tuple[int, ...]:
+    """Parse 0,1,2 or 0..2, which is the same."""
+    first, dots, last = text.partition("..")
+    try:
+        seeds = range(int(first), int(last) + 1) if dots else map(int, text.split(","))
+        numbers = tuple(dict.fromkeys(seeds))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 0:
+        raise argparse.ArgumentTypeError(f"'{text}': write seeds as in 0,1,2 or 0..2")
+    return numbers
+
+
+def open_sweep(name: str, arguments: argparse.Namespace) -> "Sweep":
+    """Return the sweep of an experiment, with what the command line changes about it."""
     from angular_lab.experiments.comparison import planned
     from angular_lab.sweeps.sweep import Sweep
 
-    if arguments.scale == "paper" and not arguments.data:
-        raise UserError(
-            "--scale paper without --data would train on Python's standard library: prepare a "
-            "corpus (angular-lab prepare --help) and name its folder"
-        )
     plan = planned(name, arguments.scale, arguments.data)
+    data = arguments.data or plan.arms[0].spec.data
+    if plan.scale == "paper" and data == "stdlib":
+        raise UserError(
+            "--scale paper without a corpus would train on Python's standard library: prepare one "
+            "(angular-lab prepare --help) and give its folder with --data"
+        )
+    if arguments.seeds:
+        plan = replace(plan, seeds=arguments.seeds)
     prepare = not arguments.dry_run
-    return Sweep(plan, arguments.out, arguments.data, arguments.device, arguments.name, prepare)
+    sweep = Sweep(plan, arguments.out, arguments.data, arguments.device, arguments.name, prepare)
+    check_passes(sweep, arguments.passes)
+    return sweep
+
+
+def check_passes(sweep: "Sweep", most: float) -> None:
+    """Raise UserError if a run would read its corpus more often than the user allows."""
+    if sweep.is_prepared and sweep.passes > most:
+        allowed = ceil(10 * sweep.passes) / 10
+        raise UserError(
+            f"the longest run of {sweep.name} makes {sweep.passes_text}, and --passes allows "
+            f"{most:g}: prepare more text, or allow it with --passes {allowed:g}"
+        )
 
 
 def sweep(arguments: argparse.Namespace) -> None:
@@ -57,7 +87,7 @@ def sweep(arguments: argparse.Namespace) -> None:
         raise UserError(
             f"--name {arguments.name} for {len(names)} experiments: give one experiment"
         )
-    sweeps = [_sweep(name, arguments) for name in names]
+    sweeps = [open_sweep(name, arguments) for name in names]
     if arguments.dry_run:
         print_dry_run(sweeps, arguments.tflops)
     else:
@@ -90,7 +120,7 @@ def run_and_print(sweeps: "list[Sweep]", arguments: argparse.Namespace) -> None:
     from angular_lab.sweeps.sweep import run_sweeps
     from angular_lab.sweeps.workers import run_in_processes
 
-    _settle(sweeps, arguments)
+    settle(sweeps, arguments)
     budget = arguments.budget - (time.monotonic() - arguments.began)  # imports take seconds
     if arguments.processes == 1:
         run_sweeps(sweeps, budget, arguments.extend)
@@ -104,7 +134,7 @@ def run_and_print(sweeps: "list[Sweep]", arguments: argparse.Namespace) -> None:
     print(f"for a page about it: angular-lab report {files}")
 
 
-def _settle(sweeps: "list[Sweep]", arguments: argparse.Namespace) -> None:
+def settle(sweeps: "list[Sweep]", arguments: argparse.Namespace) -> None:
     """Let open pairs have more judging seeds, if the user asked for that."""
     until, most = arguments.until, arguments.max_seeds
     if until is None and most is None:
@@ -147,25 +177,6 @@ def _outcome(best: BestRate | None, seed: int) -> str:
     choice = ", which chose it" if len(best.extend) < 2 else ""
     edge = f", at the grid's edge: {best.extend[0]}" if len(best.extend) == 1 else ""
     return f"best {best.lr:g}, loss {best.loss:.4f} on seed {seed}{choice}{edge}"
-
-
-def submit(arguments: argparse.Namespace) -> None:
-    from angular_lab.sweeps import slurm
-
-    settings = dict(slurm.parameter(word) for word in arguments.set)
-    sweep = _sweep(arguments.experiment, arguments)
-    sweep.extend = arguments.extend
-    sweep.check()
-    log.info(sweep.state())
-    jobs = slurm.jobs(sweep, arguments.data)
-    print(slurm.describe(jobs, {"executor": arguments.executor, "out": arguments.out, **settings}))
-    if jobs and not arguments.dry_run:
-        logs = sweep.path.parent / "jobs"
-        started = slurm.submit(jobs, logs, arguments.executor, settings)
-        sweep.write()
-        print("\n".join(str(job.job_id) for job in started))
-        if arguments.executor == "local":
-            print("\n".join(slurm.wait(started)))
 
 
 def report(arguments: argparse.Namespace) -> None:
@@ -222,22 +233,19 @@ def add_experiments(add: Callable[..., argparse.ArgumentParser]) -> None:
     sub.add_argument("experiments", nargs="+", metavar="experiment", help=EXPERIMENT)
     sub.add_argument("--budget", type=seconds, default=inf, help="stop after 540s, 30m, 2h")
     sub.add_argument("--processes", type=int, default=1, help=PROCESSES)
-    add_until(sub)
     add_dry_run(sub)
-    _add_sweep_options(sub)
-    sub = add("submit", submit, "submit the trials of an experiment that can run now as jobs")
-    sub.add_argument("experiment", help=EXPERIMENT)
-    sub.add_argument("--executor", default="slurm", help="slurm or local; default: slurm")
-    sub.add_argument("--dry-run", action="store_true", help="only print what would be submitted")
-    sub.add_argument("--set", action="append", default=[], metavar="PARAMETER:VALUE",
-                     help="a parameter of submitit, such as slurm_partition:gpu")  # fmt: skip
-    _add_sweep_options(sub)
+    add_sweep_options(sub)
 
 
 def add_until(sub: argparse.ArgumentParser) -> None:
     help_text = "add judging seeds to pairs whose verdict is open, at the last horizon"
     sub.add_argument("--until", choices=["settled"], help=help_text)
     sub.add_argument("--max-seeds", type=int, metavar="N", help="judging seeds of a pair at most")
+
+
+def add_passes(sub: argparse.ArgumentParser) -> None:
+    help_text = "how often a run may read its corpus; default: 1"
+    sub.add_argument("--passes", type=float, default=1.0, metavar="N", help=help_text)
 
 
 def add_dry_run(sub: argparse.ArgumentParser) -> None:
@@ -257,7 +265,7 @@ def tflops(text: str) -> float:
     return speed
 
 
-def _add_sweep_options(sub: argparse.ArgumentParser) -> None:
+def add_sweep_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--scale", default="nano", help="paper, s or nano; default: nano")
     sub.add_argument("--data", help="folder of shards; default: the scale's own")
     sub.add_argument("--out", type=Path, default=Path(), help="folder with runs/ and sweeps/; "
@@ -266,3 +274,7 @@ def _add_sweep_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--device", default="", help="cpu or cuda; default: cuda if available")
     help_text = "add up to N values at the edge of a grid where its best value is"
     sub.add_argument("--extend", type=int, default=0, metavar="N", help=help_text)
+    add_until(sub)
+    help_text = "as in 0,1,2 or 0..2: the first picks the value, the others judge it; default: the "
+    sub.add_argument("--seeds", type=seed_list, metavar="SEEDS", help=help_text + "experiment's")
+    add_passes(sub)

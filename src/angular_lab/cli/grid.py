@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 from angular_lab.cli.experiments import (
     PROCESSES,
     add_dry_run,
+    add_passes,
     add_until,
+    check_passes,
     run_and_print,
     seconds,
 )
@@ -76,6 +78,7 @@ def _sweep(arguments: argparse.Namespace) -> "Sweep":
     )
     prepare = not arguments.dry_run
     sweep = Sweep(plan, arguments.out, None, arguments.device, plan.name, prepare)
+    check_passes(sweep, arguments.passes)
     check_specs(sweep)
     check_growth(sweep)
     return sweep
@@ -107,5 +110,6 @@ def add_grid(add: Callable[..., argparse.ArgumentParser]) -> None:
     help_text = "add up to N values at the edge of a grid where its best value is"
     sub.add_argument("--extend", type=int, default=0, metavar="N", help=help_text)
     add_until(sub)
+    add_passes(sub)
     add_dry_run(sub)
     sub.add_argument("--yes", action="store_true", help=f"train more than {MANY} trials")

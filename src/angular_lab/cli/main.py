@@ -25,6 +25,7 @@ from angular_lab.cli.inspect import add_inspect
 from angular_lab.cli.pace import add_pace
 from angular_lab.cli.prepare import add_prepare
 from angular_lab.cli.runs import add_commands
+from angular_lab.cli.submit import add_submit
 from angular_lab.errors import UserError
 from angular_lab.log import configure_logging
 from angular_lab.training.signals import (
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BAD_INPUT
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
-    arguments.began = began
+    arguments.began, arguments.words = began, list(sys.argv[1:] if argv is None else argv)
     # key=value may also follow an option
     overrides = [word for word in rest if "=" in word and not word.startswith("-")]
     if "overrides" not in arguments or len(overrides) < len(rest):
@@ -155,5 +156,6 @@ def _parser() -> argparse.ArgumentParser:
     add_prepare(add)
     add_experiments(add)
     add_grid(add)
+    add_submit(add)
     add_ranks(add)
     return parser

@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -18,19 +18,21 @@ from pathlib import Path
 from filelock import FileLock
 
 from angular_lab.config.overrides import override
-from angular_lab.config.spec import DASHBOARD, LENGTH
+from angular_lab.config.spec import DASHBOARD, LENGTH, Spec
+from angular_lab.data.passes import describe_passes, passes
 from angular_lab.data.shards import Manifest
 from angular_lab.errors import UserError
 from angular_lab.experiments.definition import Arm, Experiment
 from angular_lab.experiments.statistics import BestRate, Verdict, best_rate
 from angular_lab.run_folder import RUNS, RunFolder
 from angular_lab.sweeps.open_pairs import Losses, judge, new_seeds, seeds_of_pair
+from angular_lab.sweeps.progress import announcement
 from angular_lab.sweeps.sweep_file import SWEEPS, ArmRecord, DamagedFileError, SweepRecord
 from angular_lab.sweeps.trials import PlannedRun, Trial, make_trial
 from angular_lab.training.build import Models
 from angular_lab.training.nonfinite import NotFinite
 from angular_lab.training.signals import Preempted, Sigterm
-from angular_lab.training.start import STDLIB, data_id, is_prepared, train
+from angular_lab.training.start import STDLIB, data_id, data_place, is_prepared, train
 
 FAILED = ".failed"
 WAIT = 0.5  # seconds between polls of runs that other processes make
@@ -84,6 +86,7 @@ class Sweep:
         self.max_seeds = 0  # that may judge an open pair; 0: only those of the experiment
         self.models = Models()
         self.marks: Path | None = None  # where processes that share the work mark what failed
+        self.announce: Callable[[PlannedRun], str] | None = None  # a line for each run that starts
 
     # -- what there is to do -------------------------------------------------------------------
 
@@ -194,7 +197,7 @@ class Sweep:
     def next_runs(self) -> list[PlannedRun]:
         """Return the runs that can start now and have not failed."""
         runs = (run for trial in self.pending() for run in trial.next_runs)
-        return [run for run in runs if not self._failed(run)]
+        return [run for run in runs if not self.has_failed(run)]
 
     def counts(self) -> tuple[int, int]:
         """Return how many trials are done, and how many there are in all."""
@@ -226,18 +229,28 @@ class Sweep:
         data = plan.arms[0].spec.data
         text = f"{STDLIB} (the Python standard library, as bytes)" if data == STDLIB else data
         counts = f"{plan.name}, scale {plan.scale}: {done} of {total} trials done"
-        return f"{counts}; data: {text}{self._repeated()}"
+        return f"{counts}; data: {text}; longest run: {self.passes_text}"
 
-    def _repeated(self) -> str:
-        """Return how often the longest run reads the corpus, if more than once."""
-        plan, spec = self.experiment, self.experiment.arms[0].spec
-        manifest = None if spec.data == STDLIB else Manifest.load(Path(spec.data))
-        if manifest is None:
-            return ""
-        needed = max(max(plan.horizons_of(arm)) * arm.spec.tokens_per_step for arm in plan.arms)
-        tokens = manifest.splits["train"].tokens
-        passes = f" ({tokens:,} tokens, which the longest run reads {needed / tokens:.1f} times)"
-        return passes if needed > tokens else ""
+    @property
+    def longest(self) -> Spec:
+        """The spec that reads the most tokens, at its last horizon."""
+        plan = self.experiment
+        specs = [replace(arm.spec, steps=max(plan.horizons_of(arm))) for arm in plan.arms]
+        return max(specs, key=lambda spec: spec.steps * spec.tokens_per_step)
+
+    @property
+    def is_prepared(self) -> bool:
+        """True if the corpus is there; a dry run does not prepare it."""
+        return is_prepared(self.longest)
+
+    @property
+    def passes(self) -> float:
+        """How often the longest run reads the corpus."""
+        return passes(self.longest, data_place(self.longest))
+
+    @property
+    def passes_text(self) -> str:
+        return describe_passes(self.longest, data_place(self.longest))
 
     @property
     def chosen(self) -> dict[str, BestRate]:
@@ -325,7 +338,7 @@ class Sweep:
         if not run.try_claim():
             return False
         try:
-            if planned.finished or self._failed(planned):
+            if planned.finished or self.has_failed(planned):
                 return False
             self._train(planned, run)
             return True
@@ -333,7 +346,8 @@ class Sweep:
             run.release()
 
     def _train(self, planned: PlannedRun, run: RunFolder) -> None:
-        log.info("%s: starts %s", self.name, planned.folder.name)
+        starts = f"{self.name}: starts {planned.folder.name}"
+        log.info(self.announce(planned) if self.announce else starts)
         self.write()
         try:
             spec = planned.spec
@@ -355,7 +369,8 @@ class Sweep:
         finally:
             self.write()
 
-    def _failed(self, run: PlannedRun) -> bool:
+    def has_failed(self, run: PlannedRun) -> bool:
+        """True if a process of this call or submission failed at the run."""
         return self.marks is not None and (self.marks / f"{run.folder.name}{FAILED}").exists()
 
 
@@ -377,6 +392,8 @@ def run_sweeps(sweeps: Sequence[Sweep], budget: float = inf, extend: int = 0) ->
     other processes make are waited for once nothing else is left, of any sweep."""
     until = time.monotonic() + budget
     begin(sweeps, extend)
+    for sweep in sweeps:
+        sweep.announce = lambda planned: announcement(sweeps, planned)
     try:
         make_all(sweeps, until, extend)
     except Preempted as stopped:

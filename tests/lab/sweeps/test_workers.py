@@ -47,7 +47,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 def tasks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The tasks of workers that are not started."""
     collected: list[Any] = []
-    monkeypatch.setattr(workers, "_watch", lambda tasks, _: collected.extend(tasks) or [])
+    monkeypatch.setattr(workers, "_watch", lambda tasks, *_: collected.extend(tasks) or [])
     return collected
 
 
