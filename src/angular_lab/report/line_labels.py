@@ -114,5 +114,5 @@ def place_labels(axes: Any, ends: Sequence[End], colors: Sequence[str]) -> bool:
         axes.plot([min(x, 1.0), LEADER_TO], [height, place], color=color, linewidth=1.0,
                   transform=axes.transAxes, clip_on=False, scalex=False, scaley=False)  # fmt: skip
         axes.text(LABEL_AT, place, end.text, transform=axes.transAxes, va="center", ha="left",
-                  fontsize=FONT_SIZE, linespacing=1.0, gid="line-label")  # fmt: skip
+                  fontsize=FONT_SIZE, linespacing=1.0)  # fmt: skip
     return True

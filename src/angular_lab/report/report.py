@@ -129,17 +129,16 @@ def _sweep_section(sweep: SweepResults, alone: bool) -> Section:
         *average_tables(sweep),
         speedrun_table(sweep) if sweep.experiment == "speedrun" else None,
     ]
-    headline, *figures = sweep_figures(sweep) or [None]
-    cooldowns = cooldown_figure(sweep)
+    figures, cooldowns = sweep_figures(sweep), cooldown_figure(sweep)
     return Section(
         key=key_of(sweep, "sweep"),
         title=f"{sweep.title} ({sweep.name})",
-        headline=headline,
+        headline=figures[0] if figures else None,
         sentences=sentences(sweep),
         words=words,
         overview=difference_figure(sweep),
         warnings=sweep.warnings,
-        figures=[*figures, *([cooldowns] if cooldowns else [])],
+        figures=[*figures[1:], *([cooldowns] if cooldowns else [])],
         tables=[table for table in tables if table is not None],
         details=[runs_table(sweep)],
     )
