@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from textwrap import wrap
 
 from angular_lab.experiments.statistics import LEAST, Outcome, verdict
 from angular_lab.report.plots import Figure, Kind, Panel, Trace
@@ -19,6 +20,7 @@ READING = (
     "Whiskers: 95% interval, with an arrow where it is cut. Rings are open pairs. Grey: "
     f"differences below {LEAST:g}, which do not count."
 )
+HEADING = 46  # characters that fit across a figure
 ROOM = 0.6  # of the dots' range to each side; whiskers that are longer are cut
 
 
@@ -89,7 +91,7 @@ def closest_figure(sweeps: Sequence[SweepResults], key: str) -> Figure | None:
         if judged:
             closest = min(judged, key=lambda row: abs(row.mean))
             name = closest.pair if " against " in closest.pair else f"against {closest.pair}"
-            groups.setdefault(f"{sweep.name}: {name}", []).append(("", closest))
+            groups.setdefault(f"{sweep.experiment}: {name}", []).append(("", closest))
     if not groups:
         return None
     caption = (
@@ -106,9 +108,10 @@ def _panel(groups: dict[str, list[tuple[str, Difference]]], what: str) -> Panel:
     headings: list[int] = []
     rows: list[tuple[int, Difference]] = []
     for heading, members in groups.items():
-        headings.append(len(names))
-        names.append(heading)
-        notes.append("")
+        for line in wrap(heading, HEADING):
+            headings.append(len(names))
+            names.append(line)
+            notes.append("")
         for name, difference in members:
             rows.append((len(names), difference))
             names.append(name)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import log, sqrt
+from math import sqrt
 from statistics import fmean, median
 
 from angular_lab.report.headlines import ranking
@@ -278,24 +278,13 @@ def value_figure(sweep: SweepResults, paint: dict[str, int]) -> Figure | None:
     if not sweep.has_choice or not traces:
         return None
     axis = sweep.axis
-    ticks = thinned(values)
-    panel = Panel(traces, f"{axis} (log)", "final loss", log_x=True, x_ticks=ticks)
+    panel = Panel(traces, f"{axis} (log)", "final loss", log_x=True, x_ticks=values)
     caption = (
         f"Final loss at {tokens_form(sweep.tokens(last))} tokens against {axis}, one seed ({first})"
         "; a star marks each method's best. Edge: it lies at the end of its grid, so the optimum "
         "may lie outside."
     )
     return Figure(key_of(sweep, "loss-by-value"), panel, caption)
-
-
-def thinned(values: Sequence[float]) -> list[float]:
-    """Return the values that have room for a tick."""
-    ticks: list[float] = []
-    least = log(values[-1] / values[0]) / 8
-    for value in values:
-        if not ticks or log(value / ticks[-1]) >= least:
-            ticks.append(value)
-    return ticks
 
 
 def angle_figure(
@@ -314,15 +303,20 @@ def angle_figure(
                 laws[expected.text] = None
     if not traces:
         return None
-    highest = max((y for trace in traces for y in trace.ys), default=0.0)
-    lowest = min((y for trace in traces for y in trace.ys if y > 0), default=highest)
-    # A learning rate that falls to zero takes the angle with it; the rest would be squeezed.
-    bottom = highest / ANGLE_RANGE if lowest < highest / ANGLE_RANGE else None
-    panel = Panel(traces, "tokens", "mean angle per step (rad)", log_y=True, y_bottom=bottom)
+    panel = Panel(
+        traces, "tokens", "mean angle per step (rad)", log_y=True, y_bottom=angle_bottom(traces)
+    )
     caption = f"Mean angle by which a step turns a row. {_chosen(sweep, trials)}"
     if laws:
         caption += f" Dashed, the theory: {'; '.join(laws)}."
     return Figure(key_of(sweep, "angles"), panel, caption)
+
+
+def angle_bottom(traces: Sequence[Trace]) -> float | None:
+    """Return where to cut off angles that a learning rate takes with it to zero."""
+    angles = [y for trace in traces for y in trace.ys if y > 0]
+    least = max(angles, default=0.0) / ANGLE_RANGE
+    return least if angles and min(angles) < least else None
 
 
 def norm_figure(

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from math import log
 from typing import Any, NamedTuple
 
+from angular_lab.report.tables import with_minus
+
 FONT_SIZE = 10  # points
 LINE_HEIGHT = 1.2  # of the font size
 LONGEST = 20  # characters in one line of a label
@@ -113,6 +115,6 @@ def place_labels(axes: Any, ends: Sequence[End], colors: Sequence[str]) -> bool:
         color = colors[end.color % len(colors)]
         axes.plot([min(x, 1.0), LEADER_TO], [height, place], color=color, linewidth=1.0,
                   transform=axes.transAxes, clip_on=False, scalex=False, scaley=False)  # fmt: skip
-        axes.text(LABEL_AT, place, end.text, transform=axes.transAxes, va="center", ha="left",
-                  fontsize=FONT_SIZE, linespacing=1.0)  # fmt: skip
+        axes.text(LABEL_AT, place, with_minus(end.text), transform=axes.transAxes, va="center",
+                  ha="left", fontsize=FONT_SIZE, linespacing=1.0)  # fmt: skip
     return True

@@ -15,7 +15,7 @@ from angular_lab.report.plots import Figure, save
 from angular_lab.report.tables import Mark, Table, with_minus
 
 ASSETS = files("angular_lab.report") / "assets"
-VERDICTS = {"holds": "hold", "reversed": "reversed", "missed": "missed", "inconclusive": "open"}
+OUTCOMES = {"holds": "holds", "reversed": "reversed", "missed": "missed", "inconclusive": "open"}
 
 
 @dataclass
@@ -64,16 +64,20 @@ class Section:
 
 def table_summary(table: Table) -> str:
     """Return what a folded table shows: the number of verdicts of each kind, else of rows."""
-    kinds = [
-        cell.kind
-        for row in table.rows
-        for cell in row.values()
-        if isinstance(cell, Mark) and cell.kind in VERDICTS
-    ]
-    if not kinds:
+    verdicts: dict[str, list[str]] = {}
+    for row in table.rows:
+        for cell in row.values():
+            if isinstance(cell, Mark) and cell.kind in OUTCOMES:
+                verdicts.setdefault(cell.kind, []).append(str(cell.value))
+    if not verdicts:
         return f"{len(table.rows)} row{'s' * (len(table.rows) != 1)}"
-    counts = {words: kinds.count(kind) for kind, words in VERDICTS.items()}
-    return ", ".join(f"{count} {words}" for words, count in counts.items() if count)
+    kinds = (kind for kind in OUTCOMES if kind in verdicts)
+    return ", ".join(f"{_outcome(kind, verdicts[kind])}: {len(verdicts[kind])}" for kind in kinds)
+
+
+def _outcome(kind: str, labels: Sequence[str]) -> str:
+    """Return what verdicts of a kind are called: as in their cells, if these are alike."""
+    return labels[0] if len(set(labels)) == 1 and kind != "inconclusive" else OUTCOMES[kind]
 
 
 def write_page(

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import ceil
+from math import ceil, log
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -16,6 +16,7 @@ from angular_lab.report.tables import short_number, with_minus
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 DASHES = ("-", (0, (1, 1)), (0, (5, 1.5, 1, 1.5)))  # of a colour that is used again
 WIDTH = 4.8  # inches of a panel: on a phone its letters have about the size of the text
+LETTER = 0.085  # inches
 FEW = 12  # points: a line of at most as many shows where they are
 Kind = Literal[
     "line", "branch", "dots", "points", "prediction", "best", "diverged", "settled", "open",
@@ -76,9 +77,9 @@ def draw(axes: Any, panel: Panel) -> None:
         style = _style(trace)
         if trace.kind == "diverged":
             axes.plot(trace.xs, [0.96] * len(trace.xs), transform=axes.get_xaxis_transform(),
-                      label=trace.label or None, **style)  # fmt: skip
+                      label=with_minus(trace.label) or None, **style)  # fmt: skip
         else:
-            axes.plot(trace.xs, trace.ys, label=trace.label or None, **style)
+            axes.plot(trace.xs, trace.ys, label=with_minus(trace.label) or None, **style)
         if trace.spans:
             lows, highs = zip(*trace.spans, strict=True)
             axes.hlines(trace.ys, lows, highs, color=style["color"], linewidth=1.5)
@@ -132,9 +133,9 @@ def _write_rows(axes: Any, panel: Panel) -> None:
     axes.set_yticks(rows, [panel.y_names[row] for row in rows])
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(panel.y_names) - 0.5, -0.5)
-    for row in panel.y_headings:
+    for row in panel.y_headings:  # they reach over the notes' column, so they claim no room
         axes.text(0.01, row + 0.1, panel.y_names[row], transform=across, va="center", weight="bold",
-                  fontsize=10)  # fmt: skip
+                  fontsize=10, in_layout=False)  # fmt: skip
     for row, note in enumerate(panel.y_notes):
         axes.text(1.035, row, note, transform=across, va="center", fontsize=10)
 
@@ -165,10 +166,10 @@ def _scale(axes: Any, panel: Panel) -> None:
     if panel.log_x:
         axes.set_xscale("log")
     if panel.x_ticks:
-        axes.xaxis.set_major_locator(FixedLocator(list(panel.x_ticks)))
+        axes.xaxis.set_major_locator(FixedLocator(ticks_with_room(panel)))
         axes.xaxis.set_minor_locator(NullLocator())
     elif panel.y_names:
-        axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+        axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
     form = "{:.5g}".format if panel.y_names else short_number  # losses, or tokens and settings
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: with_minus(form(value))))
     if panel.log_y:
@@ -178,6 +179,27 @@ def _scale(axes: Any, panel: Panel) -> None:
         low if panel.y_bottom is None else panel.y_bottom,
         high if panel.y_top is None else panel.y_top,
     )
+
+
+def ticks_with_room(panel: Panel) -> list[float]:
+    """Return the panel's ticks without those whose numbers would touch the one before."""
+    ends = line_ends(panel) or []
+    longest = max((len(line) for end in ends for line in end.text.splitlines()), default=0)
+    width = WIDTH - 0.7 - (0.2 + LETTER * longest if ends else 0.0)  # inches, roughly
+
+    def scaled(x: float) -> float:
+        return log(x) if panel.log_x else x
+
+    first, last = scaled(min(panel.x_ticks)), scaled(max(panel.x_ticks))
+    ticks: list[float] = []
+    for x in sorted(panel.x_ticks):
+        if ticks and last > first:
+            letters = len(short_number(x)) + len(short_number(ticks[-1]))
+            apart = width * (scaled(x) - scaled(ticks[-1])) / (last - first)
+            if apart < LETTER * (letters / 2 + 1):
+                continue
+        ticks.append(x)
+    return ticks
 
 
 def _log_y(axes: Any, panel: Panel) -> None:

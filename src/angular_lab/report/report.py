@@ -85,22 +85,22 @@ def _title(sweeps: Sequence[SweepResults], runs: Sequence[Run]) -> str:
 
 
 def _opening(sweeps: Sequence[SweepResults], runs: Sequence[Run]) -> Section:
-    trials = sum(len(sweep.trials) for sweep in sweeps)
-    result = [f"{counted(len(sweeps), 'sweep')} with {counted(trials, 'trial')}"]
-    if runs:
-        result[0] += f", and {counted(len(runs), 'single run')}"
     pairs = all_pairs_table(sweeps, "pairs")
+    result = []
     if pairs is not None:
         verdicts = [row["verdict"].kind for row in pairs.rows]
         result.append(
             f"At the last horizon {counted(len(verdicts), 'comparison')} on two seeds or more "
             f"{'were' if len(verdicts) != 1 else 'was'} judged: {count_outcomes(verdicts)}"
         )
-    if edges := [sweep.name for sweep in sweeps if any(map(sweep.at_edge, sweep.arms))]:
+    if edges := [sweep.experiment for sweep in sweeps if any(map(sweep.at_edge, sweep.arms))]:
         result.append(
             f"In {len(edges)} of {counted(len(sweeps), 'sweep')} a best value is at the edge of "
-            f"its grid, so that a wider one may change the result: {listed(edges)}"
+            f"its grid, so a wider one may change the result: {listed(edges)}"
         )
+    trials = sum(len(sweep.trials) for sweep in sweeps)
+    more = f", and {counted(len(runs), 'single run')}" if runs else ""
+    result.append(f"{counted(len(sweeps), 'sweep')} with {counted(trials, 'trial')}{more}")
     tables = claims_table(sweeps, "claims"), pairs
     return Section(
         "short",
@@ -186,7 +186,7 @@ def write_report(
 ) -> Path:
     """Write index.html, curves.svg and curves.png about a few runs.
 
-    `words` are paragraphs at the top, `texts` are (heading, text) pairs at the end.
+    `words` are paragraphs below the result, `texts` are (heading, text) pairs at the end.
     """
     if not folders:
         raise UserError("no runs to report on")
@@ -194,6 +194,7 @@ def write_report(
     runs = [_readable_run(folder, warnings) for folder in folders]
     section = single_section(runs, "runs", title)
     section.warnings, section.texts = [*warnings, *section.warnings], texts
-    page = write_page(out, title, [section], words)
+    section.words = words
+    page = write_page(out, title, [section])
     save([figure.panel for figure in section.all_figures[:2]], out / "curves")
     return page

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from angular_lab.report.figures import branch, colors, loss_top
+from angular_lab.report.figures import angle_bottom, branch, colors, loss_top
 from angular_lab.report.headlines import counted, listed
 from angular_lab.report.page import Section
 from angular_lab.report.plots import Figure, Panel, Trace
@@ -157,9 +157,10 @@ def _figure(runs: Sequence[Run], key: str, name: str, axis: str, what: str) -> F
     ]
     if not traces:
         return None
-    is_loss = "loss" in name
-    top = loss_top(traces) if is_loss else None
-    panel = Panel(traces, "tokens", axis, log_y=name == "angle_mean", y_top=top)
+    is_angle = name == "angle_mean"
+    top = loss_top(traces) if "loss" in name else None
+    bottom = angle_bottom(traces) if is_angle else None
+    panel = Panel(traces, "tokens", axis, log_y=is_angle, y_top=top, y_bottom=bottom)
     seeds = sorted({run.spec.seed for run in runs})
     many = "seed" if len(seeds) == 1 else "seeds"
     caption = f"{what}. {len(traces)} run{'s' * (len(traces) != 1)}, one for each curve, "

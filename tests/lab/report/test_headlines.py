@@ -179,7 +179,7 @@ def test_a_sweeps_whiskers_follow_its_result_and_its_warnings_follow_them(tmp_pa
     assert places == sorted(places)
     summary = re.search(r'id="small-pairs">\s*<summary>(.*?)</summary>', text, re.DOTALL)
     assert summary
-    assert "2 hold" in summary[1]
+    assert "holds: 2" in summary[1]
 
 
 def test_the_contents_link_to_every_section_and_all_links_lead_somewhere(tmp_path: Path) -> None:
