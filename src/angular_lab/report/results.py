@@ -85,7 +85,7 @@ def finals_table(sweep: SweepResults) -> Table:
         cell = Mark(best.lr, edge.strip(), f"{best.lr:.4g}{edge}") if best else None
         row: Row = {"method": label, f"best {sweep.axis}": cell}
         for horizon in sweep.horizons:
-            row[f"ours at {tokens_form(sweep.tokens(horizon))}"] = cells[horizon][label]
+            row[f"at {tokens_form(sweep.tokens(horizon))}"] = cells[horizon][label]
         seeds = {seed for h in sweep.horizons for seed in sweep.shown(label, h)}
         row["seeds"] = seeds_form(sorted(seeds))
         rows.append(row | _paper_teaser(sweep, label))

@@ -20,7 +20,6 @@ from filelock import FileLock
 from angular_lab.config.overrides import override
 from angular_lab.config.spec import DASHBOARD, LENGTH, Spec
 from angular_lab.data.passes import describe_passes, passes
-from angular_lab.data.shards import Manifest
 from angular_lab.errors import UserError
 from angular_lab.experiments.definition import Arm, Experiment
 from angular_lab.experiments.statistics import BestRate, Verdict, best_rate

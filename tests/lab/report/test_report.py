@@ -100,4 +100,4 @@ def test_the_summary_of_a_run(tmp_path: Path, kind: str, first: int, last: int) 
     values = summary(RunFolder(tmp_path / "run"))
     assert values["aux lr"] == spec.optim.lr  # not set: as lr
     assert (values["validation loss"], values["of the average, 0.5"]) == (2.5, 2.25)
-    assert values["angle at full learning rate (mrad)"] == f"{first:.2f} - {last:.2f}"
+    assert values["angle at full learning rate (mrad)"] == f"{first:.2f} to {last:.2f}"
