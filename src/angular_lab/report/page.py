@@ -11,6 +11,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from angular_lab.report.charts import chart_json, chart_script, chart_style
 from angular_lab.report.plots import Figure, save
 from angular_lab.report.tables import Table
 
@@ -59,6 +60,11 @@ def write_page(
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
+    templates.globals |= {
+        "chart_json": chart_json,
+        "chart_script": chart_script,
+        "chart_style": chart_style,
+    }
     page = out / "index.html"
     page.write_text(
         templates.get_template("page.html").render(
