@@ -22,6 +22,7 @@ from angular_lab.cli.experiments import add_experiments
 from angular_lab.cli.inspect import add_inspect
 from angular_lab.cli.prepare import add_prepare
 from angular_lab.cli.runs import add_commands
+from angular_lab.cli.watch import add_watch
 from angular_lab.errors import UserError
 from angular_lab.log import configure_logging
 from angular_lab.training.signals import (
@@ -147,6 +148,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add_commands(add)
     add_inspect(add)
+    add_watch(add)
     add_prepare(add)
     add_experiments(add)
     add_ranks(add)

@@ -10,7 +10,7 @@ const LabChart = (() => {
   const LINES = ['line', 'branch', 'dots', 'prediction'];
   const FEW = 24; // a curve of at most this many points shows them
   const ROWS = 14; // of a tooltip
-  const NARROW = 460; // pixels: below, there is no room for a tooltip next to the crosshair
+  const NARROW = 420; // pixels: below, there is no room for a tooltip next to the crosshair
   const WHAT = {branch: 'branch', prediction: 'theory', best: 'best', diverged: 'diverged'};
   const LONG_PRESS = 500; // milliseconds
   const DRAG = 6; // pixels: less is a click
@@ -169,8 +169,8 @@ const LabChart = (() => {
   // -- a chart ------------------------------------------------------------------------------
 
   class Chart {
-    // options: label (for screen readers), legend and tools (false: the page has its own),
-    // onChange(chart) when the view changes by hand, onHover(x or null, chart)
+    // options: label (for screen readers), legend (false: the page has its own), tools (which ones;
+    // without it all), height, onChange(chart) when the view changes by hand, onHover(x or null, chart)
     constructor(host, data, options = {}) {
       this.options = options;
       this.defaults = {hidden: [], smooth: 0, logX: data.x.log, logY: data.y.log, zoom: null};
@@ -200,7 +200,7 @@ const LabChart = (() => {
       if (changed) {
         this.series = this.grouped(data.traces);
         if (this.options.legend !== false) this.drawLegend();
-        if (this.options.tools !== false && !this.rows) this.drawTools();
+        if (!this.rows) this.drawTools();
       } else {
         this.series.forEach((series, i) => { series.traces = this.grouped(data.traces)[i].traces; });
       }
@@ -706,7 +706,7 @@ const LabChart = (() => {
       if (longest > 8) {
         this.slider = element('input', {type: 'range', min: 0, max: 0.99, step: 0.01, 'aria-label': 'Smoothing'});
         this.slider.addEventListener('input', () => this.set({smooth: Number(this.slider.value)}));
-        parts.push(element('label', {title: 'Exponential smoothing'}, 'smooth', this.slider));
+        parts.push(element('label', {title: 'Exponential smoothing', 'data-tool': 'smooth'}, 'smooth', this.slider));
       }
       const positive = axis => this.data.traces.some(trace => trace[axis].some(value => value > 0));
       if (positive('x')) parts.push(add('log x', 'Logarithmic x axis', () => this.set({logX: !this.state.logX, zoom: null}), 'logX'));
@@ -716,7 +716,8 @@ const LabChart = (() => {
         add('+', 'Zoom in; or drag across the chart', () => this.zoomBy(0.5), 'in'),
         add('reset', 'Show everything as it was', () => this.set({...this.defaults}), 'reset'),
       );
-      this.tools.replaceChildren(...parts);
+      const wanted = part => !this.options.tools || this.options.tools.includes(part.dataset.tool);
+      this.tools.replaceChildren(...parts.filter(wanted));
       this.markTools();
     }
 
