@@ -60,11 +60,6 @@ def write_page(
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    templates.globals |= {
-        "chart_json": chart_json,
-        "chart_script": chart_script,
-        "chart_style": chart_style,
-    }
     page = out / "index.html"
     page.write_text(
         templates.get_template("page.html").render(
@@ -74,6 +69,9 @@ def write_page(
             drawings=drawings,
             style=Markup((ASSETS / "style.css").read_text()),
             script=Markup((ASSETS / "page.js").read_text()),
+            chart_json=chart_json,
+            chart_style=chart_style(),
+            chart_script=chart_script(),
         )
     )
     return page

@@ -5,6 +5,7 @@ Logs are read from where the last reading ended: to look at runs that train must
 
 import os
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -49,6 +50,7 @@ class LiveRun:
         self.evaluated: Metrics | None = None  # the last one
         self.pace: deque[tuple[int, float]] = deque(maxlen=RECENT)  # steps and seconds
         self.speed: float | None = None
+        self.finished: dict[str, Any] = {}  # the line in the list, once it does not change any more
 
     def refresh(self) -> None:
         """Read what was logged since the last call. Raises UserError for a damaged spec."""
@@ -65,6 +67,7 @@ class LiveRun:
             metrics = read_after(files.metrics_path, self.metrics)
             timing = read_after(files.timing_path, self.timing)
         self.metrics, self.timing, self.stamps = metrics.end, timing.end, stamps
+        self.finished = {}
         for values in metrics.lines:
             self._note(values)
         for values in timing.lines:
@@ -100,12 +103,16 @@ class LiveRun:
         return (self.info.spec.steps - last) * (now - began) / (last - first)
 
     def summary(self) -> dict[str, Any]:
-        lines = tuple(line for line in (self.best, self.evaluated, self.last) if line)
         files, spec = self.files, self.info.spec
+        # a sweep has hundreds of finished runs
+        if self.finished and files.done and not files.diverged:
+            return self.finished | {"age": time.time() - self.finished["written"]}
+        lines = tuple(line for line in (self.best, self.evaluated, self.last) if line)
         run = Run(files.path, self.info, lines, (), files.done, files.diverged)
         values = asdict(summarize(run))
         running = values["state"] == "running"
-        return values | {
+        values |= {
+            "written": time.time() - values["age"],
             "loss": self.loss,
             "tokens_per_second": self.speed,
             "remaining": self.remaining if running else None,
@@ -113,6 +120,8 @@ class LiveRun:
             "color": FAMILY.index(spec.optim.name) if spec.optim.name in FAMILY else None,
             "stamp": "-".join(map(str, (*self.metrics.numbers, *self.timing.numbers))),
         }
+        self.finished = values if values["state"] == "finished" else {}
+        return values
 
 
 class LiveRuns:
@@ -131,7 +140,7 @@ class LiveRuns:
         with self.lock:
             warnings: list[str] = []
             self._refresh(warnings)
-            runs = [run.summary() for run in self.runs.values()]
+            runs = [dict(run.summary()) for run in self.runs.values()]
             times = Counter(run["id"] for run in runs)
             for run in runs:  # a name that is unique, and the same when the page is opened again
                 run["id"] = run["id"] if times[run["id"]] == 1 else run["folder"]

@@ -39,9 +39,7 @@ class Cursor:
             metrics, timing = Position(int(a), int(b), int(c)), Position(int(d), int(e), int(f))
             return Cursor(metrics, timing, float(earlier), float(seconds))
         except ValueError:
-            raise UserError(
-                f"after={text}: give 0, or the cursor of the answer before"
-            ) from None
+            raise UserError(f"after={text}: give 0, or the cursor of the answer before") from None
 
 
 def read_series(run: RunFolder, spec: Spec, after: Cursor, limit: int = LIMIT) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from http import HTTPStatus
@@ -81,7 +82,10 @@ class Handler(BaseHTTPRequestHandler):
         if url.path in self.sent:
             kind = KINDS[Path(url.path).suffix or ".html"]
             return self._send(HTTPStatus.OK, self.sent[url.path], kind)
-        answers: dict[str, Callable[..., Any]] = {"/api/runs": self._runs, "/api/metrics": self._metrics}
+        answers: dict[str, Callable[..., Any]] = {
+            "/api/runs": self._runs,
+            "/api/metrics": self._metrics,
+        }
         if url.path not in answers:
             return self._send(HTTPStatus.NOT_FOUND, b"not found", "text/plain")
         try:
@@ -107,7 +111,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, format: str, *args: Any) -> None:
         """Stay silent: a line every two seconds would bury what matters."""
 
 
@@ -120,8 +124,6 @@ class Server(ThreadingHTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore tabs that were closed in the middle of an answer."""
-        import sys
-
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
@@ -145,6 +147,6 @@ def make_server(folders: Sequence[Path], host: str = "127.0.0.1", port: int = 87
         raise UserError(f"--host {host}: there is no such address") from None
     except OSError as error:
         raise UserError(
-            f"--port {port}: cannot listen on {host}, port {port} ({error.strerror}); choose another "
-            f"one, for example --port {min(port + 1, 65535)}, or --port 0 for any that is free"
+            f"--port {port}: cannot listen on {host} ({error.strerror}); choose another port, for "
+            f"example --port {min(port + 1, 65535)}, or --port 0 for any that is free"
         ) from None

@@ -31,8 +31,8 @@ class Chunk(NamedTuple):
 
 
 def read_after(path: Path, start: Position) -> Chunk:
-    """Return the complete lines after a position. A line that is not an object is left out; `doctor`
-    reports it."""
+    """Return the complete lines after a position. A line that is not an object is left out:
+    `doctor` reports it."""
     try:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
