@@ -102,8 +102,10 @@ class Page:
         """Load an address anew, also if it differs from the present one only after the #."""
         self.send("Page.navigate", url="about:blank")
         self.send("Page.navigate", url=url)
-        self.wait_for("location.href !== 'about:blank' && document.readyState === 'complete'")
-        self.settle()
+        self.wait_for(
+            f"location.href !== {'' if url == 'about:blank' else 'about:blank'!r} && "
+            "document.readyState === 'complete'"
+        )
 
     def __call__(self, script: str) -> Any:
         """Evaluate an expression on the page; a promise is awaited."""
@@ -115,7 +117,8 @@ class Page:
 
     def wait_for(self, script: str) -> Any:
         """Wait until an expression is true, and return its value."""
-        return self._wait(lambda: self(script), script)
+        ready = f"(value => value instanceof Node ? true : value)({script})"
+        return self._wait(lambda: self(ready), script)
 
     def _wait(self, ready: Any, what: str) -> Any:
         limit = time.monotonic() + PATIENCE

@@ -53,7 +53,7 @@ def chart_data(panel: Panel) -> dict[str, Any]:
 
 
 def _trace(trace: Trace) -> dict[str, Any]:
-    data = {
+    data: dict[str, Any] = {
         "label": trace.label,
         "kind": trace.kind,
         "color": trace.color,
