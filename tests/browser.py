@@ -193,11 +193,25 @@ class Page:
         self.mouse("Released", left + end * width, y, button="left", clickCount=1)
         self.settle()
 
-    def tap(self, selector: str, across: float = 0.5) -> None:
+    def touch(self, kind: str, *points: tuple[float, float]) -> None:
+        fingers = [{"x": x, "y": y, "id": i} for i, (x, y) in enumerate(points)]
+        self.send("Input.dispatchTouchEvent", type=f"touch{kind}", touchPoints=fingers)
+
+    def tap(self, selector: str, across: float = 0.5, hold: float = 0.0) -> None:
+        """Touch an element, for some seconds."""
         left, top, width, height = self.box(selector)
-        point = {"x": left + across * width, "y": top + height / 2}
-        self.send("Input.dispatchTouchEvent", type="touchStart", touchPoints=[point])
-        self.send("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+        self.touch("Start", (left + across * width, top + height / 2))
+        time.sleep(hold)
+        self.touch("End")
+        self.settle()
+
+    def pinch(self, selector: str, start: tuple[float, float], end: tuple[float, float]) -> None:
+        """Move two fingers along x, from and to shares of the element's width."""
+        left, top, width, height = self.box(selector)
+        steps = [start, ((start[0] + end[0]) / 2, (start[1] + end[1]) / 2), end]
+        for kind, shares in zip(("Start", "Move", "Move"), steps, strict=True):
+            self.touch(kind, *((left + share * width, top + height / 2) for share in shares))
+        self.touch("End")
         self.settle()
 
     def press(self, key: str) -> None:

@@ -19,6 +19,7 @@ from angular_lab.errors import UserError
 from angular_lab.watch.live import LiveRuns
 
 KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+EVERYWHERE = ("0.0.0.0", "::")  # all addresses of the machine
 LARGE = 2000  # bytes: a larger answer is compressed, for pages that are seen through a tunnel
 HEADERS = {
     "Cache-Control": "no-store",
@@ -131,6 +132,7 @@ class Server(ThreadingHTTPServer):
     def url(self) -> str:
         host, port = self.server_address[:2]
         name = "localhost" if host in ("127.0.0.1", "::1") else str(host)
+        name = socket.gethostname() if host in EVERYWHERE else name
         return f"http://{f'[{name}]' if ':' in name else name}:{port}/"
 
 
@@ -140,9 +142,10 @@ def make_server(folders: Sequence[Path], host: str = "127.0.0.1", port: int = 87
         raise UserError(f"--port {port}: it must be between 0 and 65535")
     runs = LiveRuns(folders)
     try:
+        own = socket.gethostname() if host in EVERYWHERE else host
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         kind = type("Server", (Server,), {"address_family": family})
-        return kind((host, port), partial(Handler, runs, host, page_files()))
+        return kind((host, port), partial(Handler, runs, own, page_files()))
     except socket.gaierror:
         raise UserError(f"--host {host}: there is no such address") from None
     except OSError as error:

@@ -130,6 +130,17 @@ def ticks(page: Page, chart: str) -> list[str]:
     return page(f"Array.from(document.querySelectorAll({selector}), x => x.textContent)")
 
 
+def address(page: Page) -> str:
+    """Return what follows the #, once it follows the view."""
+    page("new Promise(done => setTimeout(done, 200))")
+    return page("location.hash")
+
+
+def zoom_of(address: str) -> tuple[float, float]:
+    ((low, high),) = re.findall(r"zoom=([\d.]+?)\.\.([\d.]+)", address)
+    return float(low), float(high)
+
+
 # -- watch ------------------------------------------------------------------------------------
 
 
@@ -169,10 +180,10 @@ def test_selection_and_its_address(page: Page, url: str) -> None:
     assert not any(name.startswith("muon") for name in drawn(page))
     page.click("[data-run=adamw] label", modifiers=ALT)
     assert [name.split()[0] for name in drawn(page)] == ["adamw"]
-    assert page("location.hash") == "#runs=adamw"
+    assert address(page) == "#runs=adamw"
     page.set_value("#filter", "0.02 angular")
     assert page("document.querySelectorAll('#runs li').length") == 1
-    watch(page, page("location.href"))
+    watch(page, url, address(page))
     assert [name.split()[0] for name in drawn(page)] == ["adamw"]
     assert page("document.querySelectorAll('#runs li').length") == 1
 
@@ -182,23 +193,23 @@ def test_zoom_is_that_of_all_charts_and_of_the_address(page: Page, url: str) -> 
     before = {chart: ticks(page, f"[data-chart={chart}]") for chart in ("loss", "lr")}
     page.drag(PLOT, 0.5, 0.75)
     zoomed = {chart: ticks(page, f"[data-chart={chart}]") for chart in ("loss", "lr")}
-    low, high = map(float, re.findall(r"zoom=([\d.]+)\.\.([\d.]+)", page("location.hash"))[0])
+    low, high = zoom_of(address(page))
     assert 150 < low < 230 < 270 < high < 330
     assert all(zoomed[chart] != before[chart] for chart in before)
-    watch(page, page("location.href"))
+    watch(page, url, address(page))
     assert ticks(page, "[data-chart=loss]") == zoomed["loss"]
     page.hover(PLOT, 0.99)
     heading, _ = tooltip(page, "[data-chart=loss]")
     assert low < int(heading.split()[0]) < high
     page.click(PLOT, count=2)
     assert ticks(page, "[data-chart=loss]") == before["loss"]
-    assert page("location.hash") == ""
+    assert address(page) == ""
 
 
 def test_smoothing_and_axes(page: Page, url: str, store: Path) -> None:
     watch(page, url, "#runs=muon")
     page.set_value("#smooth", 0.8)
-    assert "smooth=0.8" in page("location.hash")
+    assert "smooth=0.8" in address(page)
     assert page("document.querySelectorAll('[data-chart=loss] .raw').length") == 1
     assert page("document.querySelectorAll('[data-chart=lr] .raw').length") == 0  # not noisy
     page.hover(PLOT, 0.6)
@@ -217,10 +228,10 @@ def test_smoothing_and_axes(page: Page, url: str, store: Path) -> None:
     assert page("document.querySelector('[data-chart=loss] .chart-head').textContent").endswith(
         "log"
     )
-    view = page("location.hash")
+    view = address(page)
     assert view == "#runs=muon&x=tokens&smooth=0.8&logx=1&logy=loss:1"
     shown = ticks(page, "[data-chart=loss]")
-    watch(page, f"{url}{view}")
+    watch(page, url, view)
     assert ticks(page, "[data-chart=loss]") == shown
 
 
@@ -237,7 +248,15 @@ def test_a_phone(page: Page, url: str) -> None:
     assert len(values) == 3
     assert page.overflow <= 0
     page.tap("#zoomin")
-    assert "zoom=" in page("location.hash")
+    assert "zoom=" in address(page)
+    page.tap("#reset")
+    assert address(page) == ""
+    page.pinch(PLOT, (0.4, 0.6), (0.2, 0.8))
+    low, high = zoom_of(address(page))
+    assert 100 < low < 150 < 250 < high < 300
+    page("document.querySelector('#side').open = true")
+    page.tap("[data-run=muon]", hold=0.6)
+    assert [name.split()[0] for name in drawn(page)] == ["muon"]
 
 
 @contextmanager
@@ -314,14 +333,14 @@ def test_a_figure_of_a_report(page: Page, report: Path) -> None:
     page.drag(f"{CURVES} .chart-plot svg", 0.4, 0.8)
     page.set_value(f"{CURVES} .chart-tools input", 0.5)
     page.click(f"{CURVES} [data-tool=logY]")  # off: the angle's axis is logarithmic
-    view, shown = page("location.hash"), ticks(page, CURVES)
+    view, shown = address(page), ticks(page, CURVES)
     assert view.startswith(f"{CURVES}?hide=angular_muown&smooth=0.5&logy=0&zoom=")
     opened(page, report, view)
     assert drawn(page, CURVES) == ["adamw"]
     assert ticks(page, CURVES) == shown
     page.click(f"{CURVES} [data-tool=reset]")
     assert drawn(page, CURVES) == names
-    assert page("location.hash") == ""
+    assert address(page) == ""
 
 
 def test_the_intervals_of_a_report(page: Page, report: Path) -> None:

@@ -3,6 +3,7 @@
 import http.client
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -191,6 +192,11 @@ def test_only_get(server: Server) -> None:
 def test_the_host_of_a_request(host: str, allowed: bool) -> None:
     """The name of another site may resolve to this machine."""
     assert is_allowed(host, "my-machine") == allowed
+
+
+def test_all_addresses_of_the_machine(store: Path) -> None:
+    with make_server([store], host="0.0.0.0", port=0) as server:
+        assert urlsplit(server.url).hostname == socket.gethostname().lower()
 
 
 def test_another_site_reads_nothing(server: Server) -> None:

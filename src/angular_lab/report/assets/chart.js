@@ -13,6 +13,7 @@ const LabChart = (() => {
   const NARROW = 420; // pixels: below, there is no room for a tooltip next to the crosshair
   const WHAT = {branch: 'branch', prediction: 'theory', best: 'best', diverged: 'diverged'};
   const LONG_PRESS = 500; // milliseconds
+  const SOON = 150; // milliseconds until the address follows the view
   const DRAG = 6; // pixels: less is a click
 
   // -- numbers ------------------------------------------------------------------------------
@@ -761,6 +762,14 @@ const LabChart = (() => {
 
   // -- the view as text, for the address -----------------------------------------------------
 
+  // Replace what follows the # soon: a slider changes more often than browsers accept.
+  let waiting = 0;
+  function setAddress(text) {
+    clearTimeout(waiting);
+    const write = () => history.replaceState(null, '', text ? `#${text}` : location.pathname + location.search);
+    waiting = setTimeout(write, SOON);
+  }
+
   function toText(chart) {
     const {state, defaults} = chart, parts = new URLSearchParams();
     if (state.hidden.length) parts.set('hide', state.hidden.map(encodeURIComponent).join(','));
@@ -813,8 +822,7 @@ const LabChart = (() => {
     write(changed) {
       const ids = [changed, ...[...this.charts.keys()].filter(id => id !== changed)];
       const texts = ids.map(id => [id, toText(this.charts.get(id))]).filter(([, text]) => text);
-      const hash = texts.map(([id, text]) => `${id}?${text}`).join(';');
-      history.replaceState(null, '', hash ? `#${hash}` : location.pathname + location.search);
+      setAddress(texts.map(([id, text]) => `${id}?${text}`).join(';'));
     }
 
     read() {
@@ -829,5 +837,5 @@ const LabChart = (() => {
   }
 
   const figures = document.querySelector('figure > script.chart') ? new Figures() : null;
-  return {Chart, figures, clock, colorOf, dashOf, element, exact, pressable, short};
+  return {Chart, figures, clock, colorOf, dashOf, element, exact, setAddress, short};
 })();

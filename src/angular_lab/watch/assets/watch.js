@@ -1,7 +1,7 @@
 // The page of `angular-lab watch`: the list of runs, their charts, and the view in the address.
 // It asks for the list every two seconds, and for curves only where a run has logged more.
 
-const {Chart, clock, colorOf, element, exact, pressable, short} = LabChart;
+const {Chart, clock, colorOf, element, exact, setAddress, short} = LabChart;
 const VISIBLE = 2000, HIDDEN = 15000; // milliseconds between two questions
 const AUTOMATIC = 8; // runs that are selected unless the user selects
 const PARALLEL = 4; // requests at a time
@@ -270,8 +270,7 @@ function writeAddress() {
   if (view.zoom) parts.set('zoom', view.zoom.join('..'));
   if (view.sort !== 'recent') parts.set('sort', view.sort);
   if (view.filter) parts.set('filter', view.filter);
-  const text = parts.toString().replaceAll('%2C', ',').replaceAll('%3A', ':');
-  history.replaceState(null, '', text ? `#${text}` : location.pathname);
+  setAddress(parts.toString().replaceAll('%2C', ',').replaceAll('%3A', ':'));
 }
 
 function readAddress() {
