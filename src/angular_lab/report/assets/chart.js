@@ -10,7 +10,7 @@ const LabChart = (() => {
   const LINES = ['line', 'branch', 'dots', 'prediction'];
   const FEW = 24; // a curve of at most this many points shows them
   const ROWS = 14; // of a tooltip
-  const NARROW = 420; // pixels: below, there is no room for a tooltip next to the crosshair
+  const NARROW = 400; // pixels: below, there is no room for a tooltip next to the crosshair
   const WHAT = {branch: 'branch', prediction: 'theory', best: 'best', diverged: 'diverged'};
   const LONG_PRESS = 500; // milliseconds
   const SOON = 150; // milliseconds until the address follows the view

@@ -30,7 +30,7 @@ let listed = [], sweeps = [], answered = 0;
 
 function words(run) {
   const names = sweeps.filter(sweep => sweep.runs.includes(run.id)).map(sweep => sweep.name);
-  return [run.id, run.label, run.optimizer, `lr ${run.lr}`, `seed ${run.seed}`, run.state, run.folder, ...names].join(' ').toLowerCase();
+  return [run.id, run.label, run.optimizer, `lr=${run.lr}`, `seed=${run.seed}`, run.state, run.folder, ...names].join(' ').toLowerCase();
 }
 
 function matches(run) {
