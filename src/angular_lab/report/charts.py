@@ -32,24 +32,16 @@ def chart_json(panel: Panel) -> Markup:
 
 
 def chart_data(panel: Panel) -> dict[str, Any]:
-    """Return a panel's axes and traces. A value that is not finite becomes null: a gap."""
-    return {
-        "x": {
-            "label": panel.x_label,
-            "log": panel.log_x,
-            "ticks": _numbers(panel.x_ticks),
-            "limits": list(panel.x_limits) if panel.x_limits else None,
-            "band": panel.x_band,
-        },
-        "y": {
-            "label": panel.y_label,
-            "log": panel.log_y,
-            "top": panel.y_top,
-            "bottom": panel.y_bottom,
-            "names": list(panel.y_names),
-        },
-        "traces": [_trace(trace) for trace in panel.traces],
-    }
+    """Return a panel's axes and traces: x_label becomes the label of x, log_x its log. A value
+    that is not finite becomes null: a gap."""
+    data: dict[str, Any] = {"x": {}, "y": {}, "traces": [_trace(trace) for trace in panel.traces]}
+    for name, value in panel._asdict().items():
+        parts = name.split("_")
+        if parts[0] in ("x", "y"):
+            data[parts[0]]["_".join(parts[1:])] = value
+        elif parts[0] == "log":
+            data[parts[1]]["log"] = value
+    return data
 
 
 def _trace(trace: Trace) -> dict[str, Any]:

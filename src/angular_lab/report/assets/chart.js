@@ -322,10 +322,12 @@ const LabChart = (() => {
       const xs = this.xRange(), ys = this.yRange(xs);
       const yTicks = this.rows ? this.rows.map((_, i) => i)
         : logY ? logTicks(...ys, height / 42) : linearTicks(...ys, height / 40);
-      const yTexts = yTicks.map(value => this.rows ? this.rows[value] : short(value));
+      const isHeading = value => this.rows && (y.headings || []).includes(value);
+      const yTexts = yTicks.map(value => !this.rows ? short(value) : isHeading(value) ? '' : this.rows[value]);
       const widest = Math.max(...yTexts.map(text => text.length), 2);
       const left = Math.min(Math.ceil(widest * 6.4) + 12, width * 0.42);
-      const box = {left, right: width - 12, top: 8, bottom: height - 36};
+      const notes = Math.max(0, ...(y.notes || []).map(note => note.length));
+      const box = {left, right: width - 12 - (notes && notes * 6.4 + 6), top: 8, bottom: height - 36};
       this.box = box;
       this.sx = scale(xs, [box.left, box.right], logX);
       this.sy = scale(ys, [box.bottom, box.top], logY && !this.rows);
@@ -333,6 +335,7 @@ const LabChart = (() => {
       this.svg.replaceChildren();
       this.svg.setAttribute('width', width);
       this.svg.setAttribute('height', height);
+      this.svg.setAttribute('viewBox', `0 0 ${width} ${height}`);
       this.drawAxes(xs, yTicks, yTexts, width, height);
       this.drawTraces();
       this.over = shape(this.svg, 'g', {class: 'over', 'pointer-events': 'none'});
@@ -359,24 +362,37 @@ const LabChart = (() => {
       }
       yTicks.forEach((value, i) => {
         const y = this.sy(value).toFixed(1);
+        if (this.rows && !yTexts[i]) return; // a heading
         shape(grid, 'path', {d: `M${box.left} ${y}H${box.right}`});
         const room = Math.floor((box.left - 8) / 6.4), text = yTexts[i];
         const label = shape(words, 'text', {x: box.left - 7, y, dy: '.33em', 'text-anchor': 'end'},
           text.length > room + 1 ? `${text.slice(0, room)}…` : text);
         if (text.length > room + 1) shape(label, 'title', {}, text);
       });
+      this.drawNotes(words);
       const show = this.data.x.format === 'time' ? clock : short;
       let last = -Infinity;
       for (const value of this.xTicks(xs, Math.max(2, (box.right - box.left) / 85))) {
         const x = this.sx(value), text = show(value), half = text.length * 3.4;
         if (x < box.left - 1 || x > box.right + 1 || x - half < last + 6) continue;
         shape(grid, 'path', {d: `M${x.toFixed(1)} ${box.bottom}v4`, class: 'tick'});
-        const at = Math.min(x, width - half);
+        const at = Math.min(x, width - half - 1);
         shape(words, 'text', {x: at.toFixed(1), y: box.bottom + 17, 'text-anchor': 'middle'}, text);
         last = at + half;
       }
       shape(grid, 'path', {class: 'axis', d: `M${box.left} ${box.bottom}H${box.right}`});
       this.xText = shape(words, 'text', {x: box.right, y: height - 3, 'text-anchor': 'end', class: 'name'});
+    }
+
+    // What rows have in addition to their names: headings across, and notes at the right end.
+    drawNotes(words) {
+      const {headings = [], notes = []} = this.data.y;
+      for (const row of headings) {
+        shape(words, 'text', {class: 'heading', x: 2, y: this.sy(row), dy: '.4em'}, this.rows[row]);
+      }
+      notes.forEach((note, row) => {
+        if (note) shape(words, 'text', {x: this.box.right + 8, y: this.sy(row), dy: '.33em'}, note);
+      });
     }
 
     drawTraces() {
