@@ -355,7 +355,7 @@ def test_the_intervals_of_a_report(page: Page, report: Path) -> None:
     figure = "#fig-small-differences"
     page.hover(f"{figure} .chart-plot svg", 0.5, 0.6)  # the second of two rows
     name, _ = tooltip(page, figure)
-    assert name == "adamw, 200k"
+    assert re.fullmatch(r"(against )?adamw, 200k", name)
     text = page(f"document.querySelector('{figure} .chart-tip b').textContent")
     half = 4.3027 * stdev([-0.06, -0.08, -0.10]) / sqrt(3)  # Student's, two degrees of freedom
     assert text == f"−0.0800 [−{0.08 + half:.4f}, −{0.08 - half:.4f}]"

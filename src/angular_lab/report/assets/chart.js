@@ -12,15 +12,18 @@ const LabChart = (() => {
   const ROWS = 14; // of a tooltip
   const NARROW = 400; // pixels: below, there is no room for a tooltip next to the crosshair
   const WHAT = {branch: 'branch', prediction: 'theory', best: 'best', diverged: 'diverged'};
+  const WIDE = 480, LONGEST = 22, LETTERS = 13; // pixels, letters, pixels: names at the ends of curves
   const LONG_PRESS = 500; // milliseconds
   const SOON = 150; // milliseconds until the address follows the view
   const DRAG = 6; // pixels: less is a click
 
   // -- numbers ------------------------------------------------------------------------------
 
-  function short(value) {
+  const minus = text => text.replace('-', '−');
+
+  function short(value, digits = 4) {
     for (const [size, letter] of [[1e12, 'T'], [1e9, 'B'], [1e6, 'M'], [1e3, 'k']]) {
-      if (Math.abs(value) >= size) return Number((value / size).toPrecision(4)) + letter;
+      if (Math.abs(value) >= size) return Number((value / size).toPrecision(digits)) + letter;
     }
     if (value !== 0 && Math.abs(value) < 1e-3) return value.toExponential(2).replace(/\.?0+e/, 'e');
     return String(Number(value.toPrecision(4)));
@@ -187,7 +190,7 @@ const LabChart = (() => {
       this.plot.append(this.tip);
       this.legend = element('div', {class: 'chart-legend', role: 'group', 'aria-label': 'Series'});
       this.tools = element('div', {class: 'chart-tools', role: 'group', 'aria-label': 'View'});
-      host.append(this.head, this.plot, this.legend, this.tools);
+      host.append(this.head, this.plot, element('div', {class: 'chart-foot'}, this.legend, this.tools));
       this.setData(data);
       this.listen();
       new ResizeObserver(() => this.draw()).observe(this.plot);
@@ -323,11 +326,13 @@ const LabChart = (() => {
       const yTicks = this.rows ? this.rows.map((_, i) => i)
         : logY ? logTicks(...ys, height / 42) : linearTicks(...ys, height / 40);
       const isHeading = value => this.rows && (y.headings || []).includes(value);
-      const yTexts = yTicks.map(value => !this.rows ? short(value) : isHeading(value) ? '' : this.rows[value]);
+      const yTexts = yTicks.map(value => !this.rows ? short(value) : isHeading(value) ? '' : this.rows[value]).map(minus);
       const widest = Math.max(...yTexts.map(text => text.length), 2);
       const left = Math.min(Math.ceil(widest * 6.4) + 12, width * 0.42);
       const notes = Math.max(0, ...(y.notes || []).map(note => note.length));
-      const box = {left, right: width - 12 - (notes && notes * 6.4 + 6), top: 8, bottom: height - 36};
+      const ends = this.namesAtEnds(width), longest = Math.max(0, ...ends.map(series => series.name.length));
+      const aside = notes ? notes * 6.4 + 6 : longest * 7.2;
+      const box = {left, right: width - 12 - aside, top: 8, bottom: height - 36};
       this.box = box;
       this.sx = scale(xs, [box.left, box.right], logX);
       this.sy = scale(ys, [box.bottom, box.top], logY && !this.rows);
@@ -338,6 +343,7 @@ const LabChart = (() => {
       this.svg.setAttribute('viewBox', `0 0 ${width} ${height}`);
       this.drawAxes(xs, yTicks, yTexts, width, height);
       this.drawTraces();
+      this.drawEnds(ends);
       this.over = shape(this.svg, 'g', {class: 'over', 'pointer-events': 'none'});
       this.drawCursor();
       this.head.textContent = this.rows ? '' : `${y.label}${logY ? ', log' : ''}`;
@@ -370,10 +376,11 @@ const LabChart = (() => {
         if (text.length > room + 1) shape(label, 'title', {}, text);
       });
       this.drawNotes(words);
-      const show = this.data.x.format === 'time' ? clock : short;
+      const given = (this.data.x.ticks || []).length > 0 && !this.state.zoom; // settings, horizons
+      const show = this.data.x.format === 'time' ? clock : value => short(value, given ? 3 : 4);
       let last = -Infinity;
       for (const value of this.xTicks(xs, Math.max(2, (box.right - box.left) / 85))) {
-        const x = this.sx(value), text = show(value), half = text.length * 3.4;
+        const x = this.sx(value), text = minus(show(value)), half = text.length * 3.4;
         if (x < box.left - 1 || x > box.right + 1 || x - half < last + 6) continue;
         shape(grid, 'path', {d: `M${x.toFixed(1)} ${box.bottom}v4`, class: 'tick'});
         const at = Math.min(x, width - half - 1);
@@ -393,6 +400,34 @@ const LabChart = (() => {
       notes.forEach((note, row) => {
         if (note) shape(words, 'text', {x: this.box.right + 8, y: this.sy(row), dy: '.33em'}, note);
       });
+    }
+
+    // The series whose names stand at the ends of their curves: all, if there is room for them.
+    namesAtEnds(width) {
+      const curves = this.visible.filter(({traces}) => traces.some(trace => LINES.includes(trace.kind) && trace.label));
+      const fits = curves.every(series => series.name.length <= LONGEST);
+      return !this.rows && width >= WIDE && fits && curves.length <= COLORS ? curves : [];
+    }
+
+    drawEnds(ends) {
+      const {box, range: [low, high]} = this, placed = [];
+      for (const series of ends) {
+        let last = -Infinity, y = null;
+        for (const trace of series.traces.filter(trace => ['line', 'branch', 'dots'].includes(trace.kind))) {
+          trace.x.forEach((x, i) => {
+            const value = this.ys(trace)[i];
+            if (x >= low && x <= high && x >= last && value !== null && isFinite(this.sy(value))) { last = x; y = this.sy(value); }
+          });
+        }
+        if (y !== null) placed.push({series, y: Math.max(box.top + 4, Math.min(box.bottom - 4, y))});
+      }
+      placed.sort((a, b) => a.y - b.y);
+      placed.forEach((item, i) => { if (i) item.y = Math.max(item.y, placed[i - 1].y + LETTERS); });
+      placed.reverse().forEach((item, i) => { item.y = Math.min(item.y, i ? placed[i - 1].y - LETTERS : box.bottom); });
+      for (const {series, y} of placed) {
+        shape(this.svg, 'text', {class: 'end', x: box.right + 7, y: y.toFixed(1), dy: '.33em',
+          style: `fill: ${colorOf(series.color)}`}, series.name);
+      }
     }
 
     drawTraces() {
@@ -547,7 +582,9 @@ const LabChart = (() => {
       }
       this.tip.hidden = !rows.length;
       if (!rows.length) return;
-      this.tip.replaceChildren(element('div', {class: 'chart-x'}, this.rows[i]), ...rows.map(([trace, j]) => {
+      const above = (this.data.y.headings || []).filter(row => row < i).pop();
+      const name = [above, i].filter(row => row !== undefined).map(row => this.rows[row]).filter(Boolean).join(', ');
+      this.tip.replaceChildren(element('div', {class: 'chart-x'}, name), ...rows.map(([trace, j]) => {
         const [low, high] = (trace.spans || [])[j] || [], mean = signed(trace.x[j]);
         const interval = low === undefined || low === high ? '' : ` [${signed(low)}, ${signed(high)}]`;
         return element('div', {class: 'row'}, this.swatch(trace.color), element('span', {class: 'name'}, trace.label),
