@@ -26,6 +26,7 @@ from angular_lab.cli.pace import add_pace
 from angular_lab.cli.prepare import add_prepare
 from angular_lab.cli.runs import add_commands
 from angular_lab.cli.submit import add_submit
+from angular_lab.cli.watch import add_watch
 from angular_lab.errors import UserError
 from angular_lab.log import configure_logging
 from angular_lab.training.signals import (
@@ -151,6 +152,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add_commands(add)
     add_inspect(add)
+    add_watch(add)
     add_evaluate(add)
     add_pace(add)
     add_prepare(add)

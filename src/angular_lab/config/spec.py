@@ -200,6 +200,15 @@ class Spec:
     def tokens_per_step(self) -> int:
         return self.batch * self.model.sequence
 
+    def kappa(self, step: int) -> float | None:
+        """Return kappa at a logged step as it is computed: the optimizer's steps count from 0, the
+        log's from 1. None for an optimizer without kappa, unless its learning rate falls alike."""
+        o, s = self.optim, self.schedule
+        past = max(step - 1 - s.warmup, 0)
+        if o.name == "angular_muown":
+            return (1.0 + o.decay_scale * past) ** -o.decay_degree
+        return 1.0 / (1.0 + s.fall * past) if s.fall else None
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -378,13 +378,6 @@ def _explicit(run: Run, steps: Sequence[int]) -> Prediction | None:
     steps = [step for step in steps if rates.get(step)]
     if len(steps) < 2:
         return None
-    ys = [rates[step] * kappas.get(step, _kappa(run, step)) for step in steps]
+    ys = [rates[step] * (kappas.get(step) or run.spec.kappa(step) or 1.0) for step in steps]
     xs = [float(step * run.spec.tokens_per_step) for step in steps]
     return Prediction(xs, ys, "lr·κ_t for AngularMuown")
-
-
-def _kappa(run: Run, step: int) -> float:
-    """Return kappa as the optimizer computes it: its steps count from 0, the log's from 1."""
-    optim = run.spec.optim
-    past = max(step - 1 - run.spec.schedule.warmup, 0)
-    return (1.0 + optim.decay_scale * past) ** -optim.decay_degree
