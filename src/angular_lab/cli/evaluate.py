@@ -43,6 +43,7 @@ def _evaluations(folder: Path, arguments: argparse.Namespace) -> list["Evaluatio
     from angular_lab.sample import load_run
     from angular_lab.training import checkpoint
     from angular_lab.training.evaluate import text_loss
+    from angular_lab.training.ranks import choose_device
     from angular_lab.training.start import prepared_data
 
     run, window = RunFolder(folder), arguments.average
@@ -50,10 +51,10 @@ def _evaluations(folder: Path, arguments: argparse.Namespace) -> list["Evaluatio
     limit = arguments.tokens or spec.eval_tokens
     data = prepared_data(spec)
     texts = [read_text(path, data, spec.model.vocabulary, limit) for path in arguments.on]
-    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_run(folder, device, window, arguments.step)
+    device = choose_device(arguments.device)
+    model = load_run(folder, str(device), window, arguments.step)
     step = arguments.step or max(checkpoint.steps(run.checkpoints))
-    autocast = torch.autocast(device, torch.bfloat16, enabled=spec.precision == "bf16")
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=spec.precision == "bf16")
     batch, results = spec.micro_batch or min(spec.batch, BATCH), []
     for text in texts:
         loss = text_loss(model, text.ids, spec.model.sequence, batch, autocast)

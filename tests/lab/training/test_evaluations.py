@@ -185,6 +185,7 @@ def test_errors_say_what_to_do(
         (["--on", tmp_path / "nowhere"], "it does not exist"),
         (["--on", tmp_path / "empty.txt"], "it has no text to evaluate"),
         (["--on", data, "--step", 7], "has no checkpoint at step 7; it has 8, 9, 12"),
+        (["--on", data, "--device", "tpu"], "device"),
         (["--on", data, "--average", 5], "average=5 is not one of the averages"),
     ):
         assert expected in fails(capsys, run, *words)
