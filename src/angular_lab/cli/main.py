@@ -150,6 +150,6 @@ def _parser() -> argparse.ArgumentParser:
     add_inspect(add)
     add_prepare(add)
     add_experiments(add)
-    add_submit(add)
     add_ranks(add)
+    add_submit(add)
     return parser
