@@ -73,8 +73,13 @@ def open_sweep(name: str, arguments: argparse.Namespace) -> "Sweep":
 
 def check_passes(sweep: "Sweep", most: float) -> None:
     """Raise UserError if a run would read its corpus more often than the user allows."""
-    if sweep.is_prepared and sweep.passes > most:
-        allowed = ceil(10 * sweep.passes) / 10
+    passes = sweep.passes
+    if passes == inf:
+        raise UserError(
+            f"data={sweep.longest.data}: no training tokens; make them with angular-lab prepare"
+        )
+    if passes is not None and passes > most:
+        allowed = ceil(10 * passes) / 10
         raise UserError(
             f"the longest run of {sweep.name} makes {sweep.passes_text}, and --passes allows "
             f"{most:g}: prepare more text, or allow it with --passes {allowed:g}"

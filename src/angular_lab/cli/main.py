@@ -158,6 +158,6 @@ def _parser() -> argparse.ArgumentParser:
     add_prepare(add)
     add_experiments(add)
     add_grid(add)
-    add_submit(add)
     add_ranks(add)
+    add_submit(add)
     return parser

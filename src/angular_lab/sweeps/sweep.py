@@ -238,18 +238,15 @@ class Sweep:
         return max(specs, key=lambda spec: spec.steps * spec.tokens_per_step)
 
     @property
-    def is_prepared(self) -> bool:
-        """True if the corpus is there; a dry run does not prepare it."""
-        return is_prepared(self.longest)
-
-    @property
-    def passes(self) -> float:
-        """How often the longest run reads the corpus."""
-        return passes(self.longest, data_place(self.longest))
+    def passes(self) -> float | None:
+        """How often the longest run reads the corpus; None if that is not prepared yet."""
+        data = data_place(self.longest)
+        return passes(self.longest, data) if data.is_dir() else None
 
     @property
     def passes_text(self) -> str:
-        return describe_passes(self.longest, data_place(self.longest))
+        known = self.passes is not None
+        return describe_passes(self.longest, data_place(self.longest)) if known else "not prepared"
 
     @property
     def chosen(self) -> dict[str, BestRate]:

@@ -129,6 +129,15 @@ def test_missing_data_is_an_error_before_anything_is_written(
     assert not out.exists()
 
 
+def test_a_folder_without_tokens_is_an_error(
+    plan: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "data").mkdir()
+    words = ["sweep", "small", "--out", str(tmp_path), "--data", str(tmp_path / "data")]
+    assert main(words) == 2
+    assert "no training tokens; make them with angular-lab prepare" in capsys.readouterr().err
+
+
 @pytest.mark.timeout(2 * LIMIT)
 def test_two_experiments_by_two_processes(
     plan: Experiment,
