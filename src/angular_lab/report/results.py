@@ -329,11 +329,12 @@ def pace_rows(pace: Pace, with_factors: bool = True) -> list[Row]:
         times = "× (shared)"
     rows: list[Row] = []
     for values in pace.rows():
+        digits = 2 if values["ms"]["median"] < 100 else 0
         ms, factor, speed = values["ms"], values["time_ratio"], values["tokens_per_second"]
         row: Row = {
             "optimizer": values["optimizer"],
-            "ms per step": Mark(ms["median"], "", f"{ms['median']:.4g}"),
-            "quartiles": f"{ms['first']:.4g} to {ms['third']:.4g}",
+            "ms per step": Mark(ms["median"], "", f"{ms['median']:.{digits}f}"),
+            "quartiles": f"{ms['first']:.{digits}f} to {ms['third']:.{digits}f}",
             "tokens/s": Mark(speed, "", f"{speed:,.0f}"),
         }
         if with_factors:
@@ -359,4 +360,5 @@ def pace_table(pace: Pace, number: int) -> Table:
         note += f" Factors are paired by round with {pace.reference}."
     key = slug(f"pace {number} {spec.name} {pace.device}")
     rows = pace_rows(pace, not pace.disturbed_by)
-    return Table(key, f"Time per step of {spec.name} on {pace.device}", rows, note)
+    shared = ", shared" * bool(pace.disturbed_by)
+    return Table(key, f"Time per step of {spec.name} on {pace.device}{shared}", rows, note)
