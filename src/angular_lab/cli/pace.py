@@ -64,9 +64,10 @@ def _text(measured: "Pace", with_factors: bool) -> str:
 
     spec = measured.spec
     first = measured.timed[0].seconds
+    steps = f"{len(first[0])} step{'s' * (len(first[0]) != 1)}"
     head = (
         f"{spec.name} on {measured.device}: {spec.batch} sequences of {spec.model.sequence} tokens "
-        f"a step, {len(first)} rounds of {len(first[0])} steps in turn"
+        f"a step, {len(first)} rounds of {steps} in turn"
     )
     return f"{head}\n\n{text_table(pace_rows(measured, with_factors))}"
 
