@@ -285,31 +285,36 @@ def add_commands(add: Add) -> None:
             sub.add_argument("--device", **device)
         if name == "check":
             sub.add_argument("--json", action="store_true", help="print JSON instead of text")
-        if name in ("train", "branch"):
-            sub.add_argument(
-                "--resume", type=_resume, default="never", metavar="auto|never|STEP",
-                help="continue from the newest checkpoint, or from that of a step",
-            )  # fmt: skip
-        if name == "train":
-            sub.add_argument("--sample-every", metavar="STEPS", help="generate text every N steps; "
-                             "the same as sample_every=STEPS")  # fmt: skip
-        if name == "branch":
-            sub.add_argument(
-                "--at",
-                type=_points,
-                required=True,
-                metavar="POINT,POINT",
-                help="where to start: steps, or shares of the run's steps like 80%%",
-            )
-            sub.add_argument("--decay", type=_point, metavar="STEPS|SHARE",
-                             help="of a cooldown: steps, or a share like 20%% of all steps to its "
-                             "end; default: the run's schedule.decay")  # fmt: skip
-        if name == "trunk":
-            sub.add_argument("--horizons", type=horizons, required=True, metavar="STEPS,STEPS",
-                             help="where the cooldowns end")  # fmt: skip
-            sub.add_argument("--decay", type=float, help="share of each; default: the run's own")
+        _add_options(sub, name)
     _add_continuing(add, device)
     _add_uses(add)
+
+
+def _add_options(sub: argparse.ArgumentParser, name: str) -> None:
+    """Add the options that only some of the commands have."""
+    if name in ("train", "branch"):
+        sub.add_argument(
+            "--resume", type=_resume, default="never", metavar="auto|never|STEP",
+            help="continue from the newest checkpoint, or from that of a step",
+        )  # fmt: skip
+    if name == "train":
+        sub.add_argument("--sample-every", metavar="STEPS", help="generate text every N steps; "
+                         "the same as sample_every=STEPS")  # fmt: skip
+    if name == "branch":
+        sub.add_argument(
+            "--at",
+            type=_points,
+            required=True,
+            metavar="POINT,POINT",
+            help="where to start: steps, or shares of the run's steps like 80%%",
+        )
+        sub.add_argument("--decay", type=_point, metavar="STEPS|SHARE",
+                         help="of a cooldown: steps, or a share like 20%% of all steps to its "
+                         "end; default: the run's schedule.decay")  # fmt: skip
+    if name == "trunk":
+        sub.add_argument("--horizons", type=horizons, required=True, metavar="STEPS,STEPS",
+                         help="where the cooldowns end")  # fmt: skip
+        sub.add_argument("--decay", type=float, help="share of each; default: the run's own")
 
 
 def _add_continuing(add: Add, device: dict[str, Any]) -> None:
