@@ -13,7 +13,7 @@ from angular_lab.training.progress import PEAKS
 
 DEVICES = ("H100", "A100", "B200")  # that estimates are given for
 HOUR = 3600
-AT_MFU = f"at {USUAL_MFU:.0%} of its datasheet's peak; small models reach less"
+AT_MFU = f"at {USUAL_MFU:.0%} of the peak; small models reach less"
 
 
 @lru_cache(maxsize=256)
@@ -78,7 +78,7 @@ def listing(scale: str | None = None) -> tuple[list[dict[str, str]], str]:
                     "here": duration(operations / rate),
                 }
             )
-    note = f"GPU-hours: one GPU {AT_MFU}\n"
+    note = f"GPU-hours: {AT_MFU} (peaks of the datasheets, dense bf16)\n"
     return rows, f"{note}here: this machine at {rate / 1e12:.3g} TFLOP/s ({source})"
 
 

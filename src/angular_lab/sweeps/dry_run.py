@@ -185,7 +185,7 @@ def _times(operations: float, tflops: float | None) -> list[str]:
     by_device, (rate, source) = device_hours(operations), rate_here()
     listed = ", ".join(f"{name} {hours_form(by_device[name])}" for name in DEVICES)
     return [
-        f"GPU-hours  {listed} {AT_MFU}",
+        f"GPU-hours  {listed}, {AT_MFU}",
         f"here       {duration(operations / rate)} at {rate / 1e12:.3g} TFLOP/s ({source})",
     ]
 

@@ -1,6 +1,8 @@
 """The command `grid`: what it costs, what it trains, and that kills lose and repeat nothing."""
 
 import json
+import re
+import shlex
 import shutil
 import time
 from pathlib import Path
@@ -21,6 +23,7 @@ from tests.lab.runs import LIMIT, SERVER, SMALL, start_function
 from tests.lab.sweeps.small import metrics
 
 pytestmark = pytest.mark.timeout(2 * LIMIT)
+PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "lab" / "own-experiment.md"
 TINY = [word for word in SMALL if not word.startswith(("steps=", "save_every="))]
 TINY += ["save_every=none"]
 TOKENS = 64  # of a step: 2 sequences of 32
@@ -190,6 +193,16 @@ def test_a_dry_run_does_not_prepare_the_standard_library(
     assert len(rows(text)) > 8
     assert text.count("\nall ") == 2
     assert not [*tmp_path.iterdir()]
+
+
+def test_the_page_shows_what_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocks = re.findall(r"^```(?:text)?\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    (i,) = (i for i, block in enumerate(blocks) if "--dry-run" in block)
+    monkeypatch.chdir(tmp_path)
+    assert main(shlex.split(blocks[i].replace("\\\n", " "))[1:]) == 0
+    assert capsys.readouterr().out == blocks[i + 1]
 
 
 @pytest.mark.parametrize("name", ["teaser", "closest", "split-qkv"])
