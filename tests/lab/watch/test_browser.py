@@ -159,6 +159,8 @@ def test_hover_shows_all_values_as_logged(page: Page, url: str, store: Path) -> 
             near = (logged[name][step + side]["loss"] for side in (-10, 10))
             assert value == pytest.approx(sum(near) / 2, rel=1e-6)
     assert list(values.values()) == sorted(values.values(), reverse=True)
+    tip = "document.querySelector('[data-chart=loss] .chart-tip').textContent"
+    assert page(tip).count("≈") == sum(step not in logged[name] for name in RUNS)
     assert page("document.querySelectorAll('[data-chart=lr] .cross').length") == 1  # together
 
 

@@ -402,10 +402,13 @@ const LabChart = (() => {
       });
     }
 
-    // The series whose names stand at the ends of their curves: all, if there is room for them.
+    // The series whose names stand at the ends of their curves: all, if there is room for them and
+    // the curves end at the right.
     namesAtEnds(width) {
       const curves = this.visible.filter(({traces}) => traces.some(trace => LINES.includes(trace.kind) && trace.label));
-      const fits = curves.every(series => series.name.length <= LONGEST);
+      const right = scale(this.xRange(), [0, 1], this.state.logX);
+      const last = series => Math.max(...series.traces.filter(trace => trace.kind !== 'prediction').flatMap(trace => trace.x));
+      const fits = curves.every(series => series.name.length <= LONGEST && right(last(series)) > 0.75);
       return !this.rows && width >= WIDE && fits && curves.length <= COLORS ? curves : [];
     }
 
