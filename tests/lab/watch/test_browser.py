@@ -183,6 +183,9 @@ def test_selection_and_its_address(page: Page, url: str) -> None:
     page.click("[data-run=adamw] label", modifiers=ALT)
     assert [name.split()[0] for name in drawn(page)] == ["adamw"]
     assert address(page) == "#runs=adamw"
+    page.set_value("#sort", "name")
+    listed = page("Array.from(document.querySelectorAll('#runs li'), x => x.dataset.run)")
+    assert listed == ["adamw", "angular_muown", "muon"]
     page.set_value("#filter", "0.02 angular")
     assert page("document.querySelectorAll('#runs li').length") == 1
     watch(page, url, address(page))
