@@ -93,6 +93,8 @@ class Handler(BaseHTTPRequestHandler):
             status, content = HTTPStatus.OK, answers[url.path](**_query(url.query))
         except UserError as error:
             status, content = HTTPStatus.BAD_REQUEST, {"error": str(error)}
+        except OSError as error:  # a file went away while it was read; the page asks again
+            status, content = HTTPStatus.INTERNAL_SERVER_ERROR, {"error": str(error)}
         self._send(status, json.dumps(content, allow_nan=False).encode(), "application/json")
 
     def _runs(self, **_: str) -> dict[str, Any]:

@@ -159,6 +159,8 @@ def test_hover_shows_all_values_as_logged(page: Page, url: str, store: Path) -> 
             near = (logged[name][step + side]["loss"] for side in (-10, 10))
             assert value == pytest.approx(sum(near) / 2, rel=1e-6)
     assert list(values.values()) == sorted(values.values(), reverse=True)
+    tip = "document.querySelector('[data-chart=loss] .chart-tip').textContent"
+    assert page(tip).count("≈") == sum(step not in logged[name] for name in RUNS)
     assert page("document.querySelectorAll('[data-chart=lr] .cross').length") == 1  # together
 
 
@@ -181,6 +183,9 @@ def test_selection_and_its_address(page: Page, url: str) -> None:
     page.click("[data-run=adamw] label", modifiers=ALT)
     assert [name.split()[0] for name in drawn(page)] == ["adamw"]
     assert address(page) == "#runs=adamw"
+    page.set_value("#sort", "name")
+    listed = page("Array.from(document.querySelectorAll('#runs li'), x => x.dataset.run)")
+    assert listed == ["adamw", "angular_muown", "muon"]
     page.set_value("#filter", "0.02 angular")
     assert page("document.querySelectorAll('#runs li').length") == 1
     watch(page, url, address(page))

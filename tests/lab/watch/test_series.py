@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from angular_lab import run_folder
@@ -26,6 +26,7 @@ def write(path: Path, steps: range, mode: str = "w", **more: float) -> None:
         file.writelines(json.dumps({"step": step, **more}) + "\n" for step in steps)
 
 
+@settings(max_examples=30)
 @given(cuts=st.lists(st.integers(0, 200), max_size=6))
 def test_pieces_are_the_whole(cuts: list[int], tmp_path_factory: pytest.TempPathFactory) -> None:
     """However the file grows, also in the middle of a line."""

@@ -19,7 +19,7 @@ from angular_lab.cli.main import main
 from angular_lab.errors import UserError
 from angular_lab.inspect.listing import list_runs
 from angular_lab.run_folder import RunFolder
-from angular_lab.watch.live import LiveRuns
+from angular_lab.watch.live import LiveRun, LiveRuns
 from angular_lab.watch.server import Server, is_allowed, make_server
 from tests.lab.report.made import choosing, spec_of, write_run
 
@@ -122,6 +122,18 @@ def test_a_damaged_run_is_reported_and_the_others_shown(server: Server, store: P
     answer = ask(server, "/api/runs")
     assert [run["optimizer"] for run in answer["runs"]] == ["angular_muown"]
     assert "spec.json cannot be read" in answer["warnings"][0]
+
+
+def test_a_file_that_goes_away(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(run: LiveRun) -> dict[str, Any]:
+        raise FileNotFoundError("STOPPED")
+
+    monkeypatch.setattr(LiveRun, "summary", fail)
+    status, body = get(server, "/api/runs")
+    assert (status, json.loads(body)) == (500, {"error": "STOPPED"})
+    assert capfd.readouterr().err == ""
 
 
 def test_runs_of_the_same_name_are_told_apart(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ const LabChart = (() => {
   const ROWS = 14; // of a tooltip
   const NARROW = 400; // pixels: below, there is no room for a tooltip next to the crosshair
   const WHAT = {branch: 'branch', prediction: 'theory', best: 'best', diverged: 'diverged'};
-  const WIDE = 480, LONGEST = 22, LETTERS = 13; // pixels, letters, pixels: names at the ends of curves
+  const WIDE = 480, LONGEST = 17, LETTERS = 13; // pixels, letters, pixels: names at the ends of curves
   const LONG_PRESS = 500; // milliseconds
   const SOON = 150; // milliseconds until the address follows the view
   const DRAG = 6; // pixels: less is a click
@@ -331,7 +331,7 @@ const LabChart = (() => {
       const left = Math.min(Math.ceil(widest * 6.4) + 12, width * 0.42);
       const notes = Math.max(0, ...(y.notes || []).map(note => note.length));
       const ends = this.namesAtEnds(width), longest = Math.max(0, ...ends.map(series => series.name.length));
-      const aside = notes ? notes * 6.4 + 6 : longest * 7.2;
+      const aside = notes ? notes * 6.4 + 6 : longest * 7.4;
       const box = {left, right: width - 12 - aside, top: 8, bottom: height - 36};
       this.box = box;
       this.sx = scale(xs, [box.left, box.right], logX);
@@ -353,7 +353,7 @@ const LabChart = (() => {
     xTicks([low, high], count) {
       const {x} = this.data;
       if (x.ticks && x.ticks.length && this.state.logX === x.log && !this.state.zoom) return x.ticks;
-      if (this.state.logX) return logTicks(low, high, count);
+      if (this.state.logX) return logTicks(low, high, 1.6 * count);
       return x.format === 'time' ? timeTicks(low, high, count) : linearTicks(low, high, count);
     }
 
@@ -402,10 +402,13 @@ const LabChart = (() => {
       });
     }
 
-    // The series whose names stand at the ends of their curves: all, if there is room for them.
+    // The series whose names stand at the ends of their curves: all, if there is room for them and
+    // the curves end at the right.
     namesAtEnds(width) {
       const curves = this.visible.filter(({traces}) => traces.some(trace => LINES.includes(trace.kind) && trace.label));
-      const fits = curves.every(series => series.name.length <= LONGEST);
+      const right = scale(this.xRange(), [0, 1], this.state.logX);
+      const last = series => Math.max(...series.traces.filter(trace => trace.kind !== 'prediction').flatMap(trace => trace.x));
+      const fits = curves.every(series => series.name.length <= LONGEST && right(last(series)) > 0.75);
       return !this.rows && width >= WIDE && fits && curves.length <= COLORS ? curves : [];
     }
 
