@@ -9,6 +9,7 @@ OPTIMIZERS = {
     "magnitude_direction": "MagnitudeDirection",
     "hyperball": "Hyperball",
     "muown": "Muown",
+    "normuown": "NorMuown",
     "normuon": "NorMuon",
     "muon": "Muon",
     "adamw": "AdamW",

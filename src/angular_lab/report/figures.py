@@ -6,6 +6,7 @@ from math import sqrt
 from statistics import fmean, median
 
 from angular_lab.report.headlines import ranking
+from angular_lab.report.heat_map import heat_map
 from angular_lab.report.plots import COLORS, DASHES, Figure, Panel, Trace
 from angular_lab.report.read import SweepResults, TrialResult, short
 from angular_lab.report.results import key_of
@@ -57,6 +58,7 @@ def sweep_figures(sweep: SweepResults) -> list[Figure]:
         *([by_value] if sweep.pairs else []),
         angle_figure(sweep, first, paint),
         norm_figure(sweep, first, paint),
+        _heat_map(sweep, first),
     ]
     return [figure for figure in figures if figure is not None]
 
@@ -330,6 +332,15 @@ def norm_figure(
     return Figure(key_of(sweep, "row-norms"), Panel(traces, "tokens", "mean row norm"), caption)
 
 
+def _heat_map(sweep: SweepResults, trials: dict[str, TrialResult]) -> Figure | None:
+    """Draw the angles of every matrix, of our method at its best value."""
+    if sweep.ours is None or sweep.ours not in trials:
+        return None
+    trial = trials[sweep.ours]
+    what = f"{sweep.ours} at {short(trial.axis)} {trial.value:g}, seed {trial.seed}"
+    return heat_map(path(trial), key_of(sweep, "angles-by-layer"), what, sweep.warnings)
+
+
 @dataclass(frozen=True)
 class Prediction:
     xs: list[float]
@@ -367,13 +378,6 @@ def _explicit(run: Run, steps: Sequence[int]) -> Prediction | None:
     steps = [step for step in steps if rates.get(step)]
     if len(steps) < 2:
         return None
-    ys = [rates[step] * kappas.get(step, _kappa(run, step)) for step in steps]
+    ys = [rates[step] * (kappas.get(step) or run.spec.kappa(step) or 1.0) for step in steps]
     xs = [float(step * run.spec.tokens_per_step) for step in steps]
     return Prediction(xs, ys, "lr·κ_t for AngularMuown")
-
-
-def _kappa(run: Run, step: int) -> float:
-    """Return kappa as the optimizer computes it: its steps count from 0, the log's from 1."""
-    optim = run.spec.optim
-    past = max(step - 1 - run.spec.schedule.warmup, 0)
-    return (1.0 + optim.decay_scale * past) ** -optim.decay_degree

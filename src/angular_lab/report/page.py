@@ -12,6 +12,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from angular_lab.report.charts import chart_json, chart_script, chart_style
 from angular_lab.report.plots import Figure, save
 from angular_lab.report.tables import Mark, Table, with_minus
 
@@ -128,6 +129,9 @@ def write_page(
             drawings=drawings,
             style=Markup((ASSETS / "style.css").read_text()),
             script=Markup((ASSETS / "page.js").read_text()),
+            chart_json=chart_json,
+            chart_style=chart_style(),
+            chart_script=chart_script(),
         )
     )
     return page

@@ -4,7 +4,7 @@ import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import ceil, log
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -49,6 +49,17 @@ class Trace:
     spans: Sequence[tuple[float, float]] = ()  # whiskers along x, one for each point
 
 
+@dataclass(frozen=True)
+class Image:
+    """Coloured cells, on a logarithmic scale: rows from the top, columns from edge to edge."""
+
+    edges: Sequence[float]  # of the columns, one more than there are
+    rows: Sequence[Sequence[float]]  # nan: no value
+    groups: Sequence[tuple[str, int]]  # of consecutive rows: name, and how many
+    label: str  # of the colour bar
+    lowest: float | None = None  # of the colours: values below have the same one
+
+
 class Panel(NamedTuple):
     traces: Sequence[Trace]
     x_label: str
@@ -63,6 +74,7 @@ class Panel(NamedTuple):
     y_notes: Sequence[str] = ()  # at the right end of the rows
     x_limits: tuple[float, float] | None = None
     x_band: float | None = None  # shades -band to band, around a line at zero
+    image: Image | None = None  # drawn instead of traces
 
 
 @dataclass(frozen=True)
@@ -72,7 +84,36 @@ class Figure:
     caption: str
 
 
+def draw_image(axes: Any, panel: Panel, image: Image) -> None:
+    """Draw the cells with a colour bar, and name the groups of rows."""
+    from matplotlib.colors import LogNorm
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    ends = [*accumulate((count for _, count in image.groups), initial=0)]
+    # One picture in the SVG: thousands of rectangles would be slow.
+    cells = axes.pcolormesh(
+        image.edges, range(len(image.rows) + 1), image.rows, rasterized=True,
+        norm=LogNorm(image.lowest, clip=True),
+    )  # fmt: skip
+    axes.set_ylim(len(image.rows), 0)
+    centers = [(a + b) / 2 for a, b in pairwise(ends)]
+    axes.set_yticks(centers, [name for name, _ in image.groups])
+    axes.tick_params(axis="y", length=0)
+    axes.hlines(ends[1:-1], image.edges[0], image.edges[-1], color="white", linewidth=1.5)
+    axes.set_xlabel(panel.x_label)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
+    axes.spines[:].set_visible(False)
+    bar = axes.figure.colorbar(cells, ax=axes, label=image.label, pad=0.02, extend="min")
+    bar.ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    bar.ax.yaxis.set_minor_formatter(NullFormatter())
+    bar.outline.set_visible(False)
+
+
 def draw(axes: Any, panel: Panel) -> None:
+    if panel.image:
+        draw_image(axes, panel, panel.image)
+        return
     for trace in panel.traces:
         style = _style(trace)
         if trace.kind == "diverged":
@@ -220,6 +261,9 @@ def _figure(panels: Sequence[Panel]) -> Any:
 
     named = max(len(panel.y_names) for panel in panels)
     height = 0.8 + 0.24 * named if named else 3.3
+    rows_of_cells = max((len(panel.image.rows) for panel in panels if panel.image), default=0)
+    if rows_of_cells:
+        height = min(max(2.8, 1.0 + 0.055 * rows_of_cells), 9.0)
     ends = [line_ends(panel) for panel in panels]
     listing = [panel for panel, found in zip(panels, ends, strict=True) if found is None]
     size = WIDTH * len(panels), height + max(map(_legend_height, listing), default=0.0)

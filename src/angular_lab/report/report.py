@@ -16,11 +16,12 @@ from angular_lab.report.figures import cooldown_figure, sweep_figures
 from angular_lab.report.headlines import count_outcomes, counted, listed, sentences
 from angular_lab.report.page import Section, write_page
 from angular_lab.report.plots import save
-from angular_lab.report.read import SweepResults, collect
+from angular_lab.report.read import SweepResults, collect, read_paces
 from angular_lab.report.results import (
     by_value_table,
     finals_table,
     key_of,
+    pace_table,
     runs_table,
     speed_table,
     speedrun_table,
@@ -58,9 +59,15 @@ def make_report(sources: Sequence[Path], out: Path) -> Path:
     warnings: list[str] = []
     sweeps, runs = collect(sources, warnings)
     parts = groups(runs, warnings)
-    alone = len(sweeps) + len(parts) == 1
+    paces = read_paces(sources, warnings)
+    for sweep in sweeps:
+        sweep.paces = paces
+    alone = len(sweeps) + len(parts) == 1 and not paces
     sections = [] if alone else [_opening(sweeps, runs)]
     sections += [_sweep_section(sweep, alone) for sweep in sweeps]
+    if paces:
+        tables = [pace_table(pace, i) for i, pace in enumerate(paces, 1)]
+        sections.append(Section("pace", "Time per step", tables=tables))
     for i, part in enumerate(parts):
         many = f", group {i + 1} of {len(parts)}" if len(parts) > 1 else ""
         sections.append(single_section(part, f"single-runs-{i + 1}", f"Single runs{many}"))

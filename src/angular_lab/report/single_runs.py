@@ -4,13 +4,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from angular_lab.evaluations import read_evaluations
 from angular_lab.report.figures import angle_bottom, branch, colors, loss_top
 from angular_lab.report.headlines import counted, listed
+from angular_lab.report.heat_map import heat_map
 from angular_lab.report.page import Section
 from angular_lab.report.plots import Figure, Panel, Trace
-from angular_lab.report.tables import Mark, Table, loss, tokens_form
+from angular_lab.report.tables import Mark, Row, Table, form, loss, tokens_form
 from angular_lab.run_folder import Run, parent_folder
 
+HEAT_MAPS = 4  # of a section with many runs, the first ones have a heat map
 KEYS = (
     ("val_loss", "validation loss", "Validation loss"),
     ("angle_mean", "mean angle per step (rad)", "Mean angle by which a step turns a row"),
@@ -57,8 +60,15 @@ def row(run: Run) -> dict[str, Any]:
         "angle at full learning rate (mrad)": f"{1e3 * angles[0]:.2f} to {1e3 * angles[-1]:.2f}"
         if angles
         else None,
-        "tokens/s": run.speed,
+        "tokens/s": speed(run),
     }
+
+
+def speed(run: Run) -> Mark | None:
+    """Return the median tokens per second; marked if other processes used the device."""
+    if run.speed is None:
+        return None
+    return Mark(run.speed, "", f"{form(run.speed)}{' shared' if run.shared_device else ''}")
 
 
 def single_section(runs: Sequence[Run], key: str, title: str) -> Section:
@@ -76,14 +86,16 @@ def single_section(runs: Sequence[Run], key: str, title: str) -> Section:
         if run.status != "done"
     ]
     table = Table(f"{key}-summary", "Where the runs ended", rows)
+    further = _evaluations(runs, key, warnings)
     figures = [figure for k in KEYS if (figure := _figure(runs, key, *k)) is not None]
+    figures += _heat_maps(runs, key, warnings)
     return Section(
         key,
         title,
         headline=figures[0] if figures else None,
         sentences=sentences(runs),
         figures=figures[1:],
-        tables=[table],
+        tables=[table, *further],
         opened=[table.key],
         warnings=warnings,
     )
@@ -145,6 +157,27 @@ def _points(run: Run, runs: Sequence[Run], name: str) -> tuple[list[float], list
     folder = parent_folder(run.folder, run.spec).resolve()
     trunk = next((other for other in runs if other.folder.resolve() == folder), None)
     return branch(trunk, run, name) if trunk else run.series(name)
+
+
+def _evaluations(runs: Sequence[Run], key: str, warnings: list[str]) -> list[Table]:
+    """Return the table of what `angular-lab eval` found, if it was used."""
+    rows: list[Row] = [
+        {"run": label, **evaluation.row}
+        for label, run in zip(labels(runs), runs, strict=True)
+        for evaluation in read_evaluations(run.folder, warnings)
+    ]
+    note = "Losses in nats per token. Bits per byte are comparable between tokenizers."
+    return [Table(f"{key}-evaluations", "Evaluations on other text", rows, note)] if rows else []
+
+
+def _heat_maps(runs: Sequence[Run], key: str, warnings: list[str]) -> list[Figure]:
+    """Return the angles by layer of the first few runs."""
+    named = [*zip(labels(runs), runs, strict=True)][:HEAT_MAPS]
+    drawn = (
+        heat_map([run], f"{key}-angles-by-layer-{i + 1}", label, warnings)
+        for i, (label, run) in enumerate(named)
+    )
+    return [figure for figure in drawn if figure is not None]
 
 
 def _figure(runs: Sequence[Run], key: str, name: str, axis: str, what: str) -> Figure | None:

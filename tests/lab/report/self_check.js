@@ -9,9 +9,12 @@ function isSorted(table, column, sign) {
   return keys.every((key, i) => i === 0 || sign * compare(keys[i - 1], key) <= 0);
 }
 
-function isHidden(svg) {
-  const box = svg.getBoundingClientRect();
-  return box.width < 50 || box.height < 50 || !svg.querySelector('path');
+// A figure shows its chart; its picture is for pages without a script, and for paper.
+function isHidden(figure) {
+  return Array.from(figure.querySelectorAll('svg')).every(svg => {
+    const box = svg.getBoundingClientRect();
+    return box.width < 50 || box.height < 50 || !svg.querySelector('path');
+  });
 }
 
 function sortEveryColumn() {
@@ -54,7 +57,7 @@ function selfCheck() {
     cut: countCut(),
   };
   for (const details of document.querySelectorAll('details')) details.open = true;
-  const figures = Array.from(document.querySelectorAll('svg'));
+  const figures = Array.from(document.querySelectorAll('figure'));
   const ids = Array.from(document.querySelectorAll('[id]'), element => element.id);
   const links = Array.from(document.querySelectorAll('nav a'), a => a.getAttribute('href'));
   return {

@@ -40,7 +40,8 @@ def test_templates_and_assets_are_in_the_package() -> None:
     """They are found next to the modules, which hatchling packs with everything else there."""
     folder = files("angular_lab.report")
     names = {item.name for part in ("assets", "templates") for item in (folder / part).iterdir()}
-    assert names == {"page.html", "page.js", "parts.html", "style.css"}
+    scripts = {"chart.css", "chart.js", "page.js", "style.css"}
+    assert names == {"page.html", "parts.html", *scripts}
 
 
 def test_reports_are_written_without_torch(tmp_path: Path) -> None:
