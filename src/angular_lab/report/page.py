@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -81,6 +82,11 @@ def _outcome(kind: str, labels: Sequence[str]) -> str:
     return labels[0] if len(set(labels)) == 1 and kind != "inconclusive" else OUTCOMES[kind]
 
 
+def _typeset(value: Any) -> Any:
+    """Give plain text of the page its minus signs; markup stays as it is."""
+    return with_minus(value) if type(value) is str else value
+
+
 def write_page(
     out: Path,
     title: str,
@@ -110,8 +116,9 @@ def write_page(
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
+        finalize=_typeset,
     )
-    templates.filters |= {"with_minus": with_minus, "summary": table_summary}
+    templates.filters["summary"] = table_summary
     page = out / "index.html"
     page.write_text(
         templates.get_template("page.html").render(
