@@ -7,8 +7,8 @@ import pytest
 
 from angular_lab.config.named_runs import named_run
 from angular_lab.config.spec import OptimSpec
-from angular_lab.device_use import DeviceUse
 from angular_lab.pace.record import Pace, Timed
+from angular_lab.status.device_use import DeviceUse
 from evidence import speed
 from evidence.kept import read_json
 

@@ -12,11 +12,12 @@ import torch
 from angular_lab.cli.main import main
 from angular_lab.config.named_runs import named_run
 from angular_lab.config.spec import OptimSpec
-from angular_lab.device_use import DeviceUse, disturbances, look
 from angular_lab.pace import measure as measuring
+from angular_lab.pace.disturbances import disturbances
 from angular_lab.pace.measure import LEAD_IN, Contestant, measure, optimizer_spec, turns
 from angular_lab.pace.record import Pace, Timed
 from angular_lab.sample import load_run
+from angular_lab.status.device_use import DeviceUse, look
 from angular_lab.training.start import train
 from tests.lab.runs import SMALL, tiny
 
@@ -185,10 +186,10 @@ esac
 @pytest.mark.parametrize(
     ("apps", "state", "others", "mib"),
     [
-        (f"{os.getpid()}, 700\\n", "0, 800", 0, 0),
-        (f"{os.getpid()}, 700\\n77777, 512\\n", "35, 1300", 1, 512),
-        ("77777, [N/A]\\n", "0, 800", 0, 0),  # the host's number for this process
-        ("77777, 512\\n88888, 256\\n", "0, 800", 1, 256),
+        (f"GPU-1, {os.getpid()}, 700\\n", "0, 800", 0, 0),
+        (f"GPU-1, {os.getpid()}, 700\\nGPU-1, 77777, 512\\n", "35, 1300", 1, 512),
+        ("GPU-1, 77777, [N/A]\\n", "0, 800", 0, 0),  # the host's number for this process
+        ("GPU-1, 77777, 512\\nGPU-1, 88888, 256\\n", "0, 800", 1, None),
         ("", "0, 800", None, None),  # this process is missing, so others may be, too
         ("unreadable\\n", "0, 800", None, None),
     ],

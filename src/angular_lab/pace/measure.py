@@ -20,11 +20,11 @@ from random import Random
 import torch
 
 from angular_lab.config.spec import OptimSpec, Spec
-from angular_lab.device_use import DeviceUse, look
 from angular_lab.errors import UserError
 from angular_lab.experiments.definition import trained_by
 from angular_lab.pace.record import Pace, Timed
 from angular_lab.run_folder import RunFolder, git_state
+from angular_lab.status.device_use import DeviceUse, look
 from angular_lab.training.build import OPTIMIZER_NAMES
 from angular_lab.training.ranks import Ranks, start_ranks
 from angular_lab.training.recorded_passes import WARM_UP

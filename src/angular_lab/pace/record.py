@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 from angular_lab.config.named_runs import NAMED_RUNS
 from angular_lab.config.spec import OptimSpec, Spec
-from angular_lab.device_use import DeviceUse, disturbances
 from angular_lab.errors import UserError
+from angular_lab.pace.disturbances import disturbances
 from angular_lab.records import DAMAGED, check_format, from_json
 from angular_lab.run_folder import write_atomically
+from angular_lab.status.device_use import DeviceUse
 
 FORMAT = 1
 LIST = re.compile(r"\[([^\[\]{}]*)\]")  # of plain values, in JSON

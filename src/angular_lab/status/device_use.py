@@ -1,13 +1,16 @@
 """Whether a run has its device to itself: the machine's load, and other processes on its GPU.
 
 Times of a run that shared its device say little about its optimizer. The reader of a run folder
-decides by these records (`run_folder.Run.shared_device`).
+decides by these records (`run_folder.Run.shared_device`), and `pace` by what it looks at itself.
 """
 
 import os
 import subprocess
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
+STATE = "--query-gpu=utilization.gpu,memory.used"
 QUERY = ("nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_memory",
          "--format=csv,noheader,nounits")  # fmt: skip
 TIMEOUT = 10  # seconds; a driver that does not answer must not stop a run
@@ -64,3 +67,36 @@ def _processes(uuid: str) -> dict[int, float | None]:
 
 def _number(text: str) -> float | None:
     return float(text) if text.replace(".", "", 1).isdigit() else None  # [N/A], [Not Supported]
+
+
+@dataclass(frozen=True)
+class DeviceUse:
+    """A look at the machine. What is unknown is None: the GPU's numbers if nvidia-smi does not
+    answer, its processes in some containers."""
+
+    load: float | None  # average over the last minute, this process included
+    cores: int
+    gpu: bool = False  # True if a GPU was looked at
+    others: int | None = None  # other compute processes on the GPU
+    others_mib: float | None = None  # their memory
+    utilization: float | None = None  # percent of the time in which the GPU was busy
+    memory_mib: float | None = None  # of the GPU, in use by all processes
+    own_mib: float = 0.0  # of it, reserved by this process
+
+
+def look(gpu: str | None = None, own_mib: float = 0.0) -> DeviceUse:
+    """Look at the load and, if given, at the GPU with this UUID, on which this process runs and has
+    reserved `own_mib`."""
+    cores = os.cpu_count() or 1
+    per_core = _load(cores)
+    load = None if per_core is None else per_core * cores
+    use = DeviceUse(load, cores, gpu is not None, own_mib=own_mib)
+    if gpu is None:
+        return use
+    with suppress(OSError, ValueError, subprocess.SubprocessError):
+        command = ["nvidia-smi", "-i", gpu, STATE, "--format=csv,noheader,nounits"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=True)
+        busy, memory = map(float, done.stdout.split(","))
+        use = replace(use, utilization=busy, memory_mib=memory)
+    others, gib = other_processes(gpu)
+    return replace(use, others=others, others_mib=None if gib is None else GIB * gib)

@@ -18,11 +18,11 @@ import pytest
 from angular_lab import run_folder
 from angular_lab.cli.main import main
 from angular_lab.config.spec import Spec
-from angular_lab.device_use import DeviceUse
 from angular_lab.pace.record import Pace, Timed
 from angular_lab.report import page
 from angular_lab.report.report import make_report
 from angular_lab.run_folder import RUNS
+from angular_lab.status.device_use import DeviceUse
 from angular_lab.sweeps.sweep_file import TrialRecord
 from tests.lab.report.made import OURS, edit_sweep, spec_of, table, write_lines, write_record
 
