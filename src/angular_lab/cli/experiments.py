@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import re
 import shlex
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ PROCESSES = (
     "worker processes on this machine; a small model does not fill a large GPU, so several on one "
     "raise the total throughput; several GPUs are used in turn"
 )
+NUMBER = re.compile(r"<?[\d.,e+-]+( [a-z]+)?")  # perhaps with a unit
 log = logging.getLogger(__name__)
 
 
@@ -63,7 +65,8 @@ def open_sweep(name: str, arguments: argparse.Namespace) -> "Sweep":
         )
     if arguments.seeds:
         plan = replace(plan, seeds=arguments.seeds)
-    sweep = Sweep(plan, arguments.out, arguments.data, arguments.device, arguments.name)
+    prepare = not arguments.dry_run
+    sweep = Sweep(plan, arguments.out, arguments.data, arguments.device, arguments.name, prepare)
     check_passes(sweep, arguments.passes)
     return sweep
 
@@ -84,15 +87,44 @@ def check_passes(sweep: "Sweep", most: float) -> None:
 
 
 def sweep(arguments: argparse.Namespace) -> None:
-    from angular_lab.sweeps.sweep import run_sweeps
-    from angular_lab.sweeps.workers import run_in_processes
-
     names = [*dict.fromkeys(arguments.experiments)]
     if arguments.name and len(names) > 1:
         raise UserError(
             f"--name {arguments.name} for {len(names)} experiments: give one experiment"
         )
     sweeps = [open_sweep(name, arguments) for name in names]
+    if arguments.dry_run:
+        print_dry_run(sweeps, arguments.tflops)
+    else:
+        run_and_print(sweeps, arguments)
+
+
+def _print_table(rows: "list[dict[str, str]]") -> None:
+    """Print the rows with numbers aligned right."""
+    from angular_lab.report.tables import Mark, text_table
+
+    def cell(text: str) -> "Mark | str":
+        return Mark(0, "", text) if NUMBER.fullmatch(text) else text
+
+    print(text_table([{name: cell(text) for name, text in row.items()} for row in rows]))
+
+
+def print_dry_run(sweeps: "list[Sweep]", tflops: float | None) -> None:
+    """Print what the sweeps would train and what that costs."""
+    from angular_lab.sweeps import dry_run
+
+    for i, sweep in enumerate(sweeps):
+        works = dry_run.work_of(sweep)
+        print(f"{chr(10) * bool(i)}{sweep.experiment.title}\n")
+        _print_table(dry_run.rows(works))
+        print("\n".join(["", *dry_run.notes(sweep, works, tflops)]))
+
+
+def run_and_print(sweeps: "list[Sweep]", arguments: argparse.Namespace) -> None:
+    """Run the sweeps and print what came out."""
+    from angular_lab.sweeps.sweep import run_sweeps
+    from angular_lab.sweeps.workers import run_in_processes
+
     settle(sweeps, arguments)
     budget = arguments.budget - (time.monotonic() - arguments.began)  # imports take seconds
     if arguments.processes == 1:
@@ -101,7 +133,7 @@ def sweep(arguments: argparse.Namespace) -> None:
         run_in_processes(sweeps, arguments.processes, budget, arguments.extend)
     for finished in sweeps:
         _print_outcome(finished)
-        if arguments.until:
+        if arguments.until or arguments.command == "grid":
             _print_pairs(finished)
     files = shlex.join(str(finished.path) for finished in sweeps)
     print(f"for a page about it: angular-lab report {files}")
@@ -167,12 +199,13 @@ def theory(arguments: argparse.Namespace) -> None:
 
 
 def experiments(arguments: argparse.Namespace) -> None:
-    from angular_lab.experiments.cost import listing
-    from angular_lab.report.tables import text_table
+    from angular_lab.experiments.cost import listing, questions
 
     rows, note = listing(arguments.scale)
-    print(text_table(rows))
-    print(note)
+    _print_table(questions())
+    print()
+    _print_table(rows)
+    print(f"\n{note}")
 
 
 def convert_runs(arguments: argparse.Namespace) -> None:
@@ -182,7 +215,7 @@ def convert_runs(arguments: argparse.Namespace) -> None:
 
 
 def add_experiments(add: Callable[..., argparse.ArgumentParser]) -> None:
-    sub = add("experiments", experiments, "list the experiments and what they cost here")
+    sub = add("experiments", experiments, "list the experiments and what they cost, by device")
     sub.add_argument("--scale", help="paper, s or nano; default: all")
     sub = add("report", report, "make a page about sweeps and runs")
     sub.add_argument("sources", type=Path, nargs="*", default=[Path()], metavar="source",
@@ -205,7 +238,36 @@ def add_experiments(add: Callable[..., argparse.ArgumentParser]) -> None:
     sub.add_argument("experiments", nargs="+", metavar="experiment", help=EXPERIMENT)
     sub.add_argument("--budget", type=seconds, default=inf, help="stop after 540s, 30m, 2h")
     sub.add_argument("--processes", type=int, default=1, help=PROCESSES)
+    add_dry_run(sub)
     add_sweep_options(sub)
+
+
+def add_until(sub: argparse.ArgumentParser) -> None:
+    help_text = "add judging seeds to pairs whose verdict is open, at the last horizon"
+    sub.add_argument("--until", choices=["settled"], help=help_text)
+    sub.add_argument("--max-seeds", type=int, metavar="N", help="judging seeds of a pair at most")
+
+
+def add_passes(sub: argparse.ArgumentParser) -> None:
+    help_text = "how often a run may read its corpus; default: 1"
+    sub.add_argument("--passes", type=float, default=1.0, metavar="N", help=help_text)
+
+
+def add_dry_run(sub: argparse.ArgumentParser) -> None:
+    help_text = "only print the runs and what they cost; nothing is written"
+    sub.add_argument("--dry-run", action="store_true", help=help_text)
+    help_text = "with --dry-run: speed of your device, for its hours"
+    sub.add_argument("--tflops", type=tflops, metavar="X", help=help_text)
+
+
+def tflops(text: str) -> float:
+    try:
+        speed = float(text)
+    except ValueError:
+        speed = 0.0
+    if not 0 < speed < inf:
+        raise argparse.ArgumentTypeError(f"'{text}': write TFLOP/s above 0, as in 400")
+    return speed
 
 
 def add_sweep_options(sub: argparse.ArgumentParser) -> None:
@@ -217,10 +279,7 @@ def add_sweep_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--device", default="", help="cpu or cuda; default: cuda if available")
     help_text = "add up to N values at the edge of a grid where its best value is"
     sub.add_argument("--extend", type=int, default=0, metavar="N", help=help_text)
-    help_text = "add judging seeds to pairs whose verdict is open, at the last horizon"
-    sub.add_argument("--until", choices=["settled"], help=help_text)
-    sub.add_argument("--max-seeds", type=int, metavar="N", help="judging seeds of a pair at most")
+    add_until(sub)
     help_text = "as in 0,1,2 or 0..2: the first picks the value, the others judge it; default: the "
     sub.add_argument("--seeds", type=seed_list, metavar="SEEDS", help=help_text + "experiment's")
-    help_text = "how often a run may read its corpus; default: 1"
-    sub.add_argument("--passes", type=float, default=1.0, metavar="N", help=help_text)
+    add_passes(sub)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from angular_lab.config.overrides import override
 from angular_lab.config.spec import DASHBOARD, LENGTH, Spec
 from angular_lab.data.passes import describe_passes, passes
 from angular_lab.errors import UserError
@@ -30,7 +31,7 @@ from angular_lab.sweeps.trials import PlannedRun, Trial, make_trial
 from angular_lab.training.build import Models
 from angular_lab.training.nonfinite import NotFinite
 from angular_lab.training.signals import Preempted, Sigterm
-from angular_lab.training.start import STDLIB, data_id, data_place, train
+from angular_lab.training.start import STDLIB, data_id, data_place, is_prepared, train
 
 FAILED = ".failed"
 WAIT = 0.5  # seconds between polls of runs that other processes make
@@ -61,7 +62,10 @@ class Sweep:
         data: str | None = None,
         device: str = "",
         name: str | None = None,
+        prepare: bool = True,
     ) -> None:
+        """Without `prepare`, the standard library is not prepared as a corpus: nothing is written,
+        and no run can be made."""
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise UserError(
                 "a sweep under torchrun: each of its runs is one process; start it without "
@@ -75,7 +79,8 @@ class Sweep:
         if Path(self.name).name != self.name:
             raise UserError(f"--name {name}: it must be a plain file name")
         self.path, self.runs = out / SWEEPS / f"{self.name}.json", out / RUNS
-        self.data = data_id(experiment.arms[0].spec)
+        spec = experiment.arms[0].spec
+        self.data = data_id(spec) if prepare or is_prepared(spec) else ""
         self.until, self.extend = inf, 0
         self.max_seeds = 0  # that may judge an open pair; 0: only those of the experiment
         self.models = Models()
@@ -86,7 +91,7 @@ class Sweep:
 
     def trial(self, arm: Arm, value: float, seed: int) -> Trial:
         trial = make_trial(self.experiment, arm, value, seed, self.data, self.runs)
-        before = self._record()
+        before = self.record()
         key = (arm.label, value, seed)
         recorded = (t for t in (before.trials if before else ()) if (t.arm, t.value, t.seed) == key)
         return next((trial.as_recorded(record) for record in recorded), trial)
@@ -203,7 +208,7 @@ class Sweep:
 
     def check(self) -> None:
         """Raise UserError if the sweep's file is of another experiment or other data."""
-        record, plan = self._record(), self.experiment
+        record, plan = self.record(), self.experiment
         if record is None:
             return
         for what, before, now in (
@@ -211,7 +216,7 @@ class Sweep:
             ("scale", record.scale, plan.scale),
             ("data", record.data[:12], self.data[:12]),
         ):
-            if before != now:
+            if before != now and now:  # data that is not prepared is not known
                 raise UserError(
                     f"{self.path} was made with {what} {before}, and this sweep has {now}: give it "
                     "another name with --name"
@@ -257,7 +262,7 @@ class Sweep:
         with FileLock(self.path.with_name(f".{self.name}.lock")):
             self._content().write(self.path)
 
-    def _record(self) -> SweepRecord | None:
+    def record(self) -> SweepRecord | None:
         """Return the file's content; None if there is no file."""
         with suppress(FileNotFoundError):
             status = self.path.stat()
@@ -265,11 +270,11 @@ class Sweep:
         return None
 
     def _recorded_arm(self, label: str) -> ArmRecord | None:
-        record = self._record()
+        record = self.record()
         return next((arm for arm in record.arms if arm.label == label), None) if record else None
 
     def _content(self) -> SweepRecord:
-        plan, before = self.experiment, self._record()
+        plan, before = self.experiment, self.record()
         added = {seed for seeds in self._added_seeds().values() for seed in seeds}
         added |= {*(before.added_seeds if before else ())}
         arms = [self._arm_record(arm) for arm in plan.arms]
@@ -345,6 +350,8 @@ class Sweep:
             if run.started:
                 planned.check(run)
                 spec = planned.continued(run.read_spec())
+            elif spec.loggers and spec.dashboard.group is None:
+                spec = override(spec, [f"dashboard.group={self.name}"])
             changing = DASHBOARD | LENGTH
             train(spec, run, True, self.device, self.until, self.models, None, changing)
         except Preempted:
