@@ -158,10 +158,12 @@ def _print_next(sweep: "Sweep", arguments: argparse.Namespace) -> None:
     again = shlex.join(["angular-lab", *arguments.words])
     here = arguments.executor == "local"
     done, total = sweep.counts()
-    if done < total and not (arguments.until_done and not here):
+    if here and done < total:
+        print(f"next, for the {total - done} trials that are left: {again}")
+    elif not here and not arguments.until_done:
         later = total - done - len(sweep.pending())
         what = f"the {later} trials on the other seeds" if later else "what is left"
-        print(f"{'next' if here else 'when these jobs have ended'}, for {what}: {again}")
+        print(f"when these jobs have ended, for {what}: {again}")
     if not here:
         print(f"how far it is: {again} --status; what is queued: squeue --me")
     print(f"for a page about it: angular-lab report {shlex.quote(str(sweep.path))}")

@@ -332,9 +332,7 @@ def test_submitits_local_executor(
     assert main(words) == 0
     printed = capsys.readouterr()
     assert "made 2 runs" in printed.out
-    assert (
-        f"next, for the 1 trials on the other seeds: angular-lab {' '.join(words)}" in printed.out
-    )
+    assert f"next, for the 1 trials that are left: angular-lab {' '.join(words)}\n" in printed.out
     assert "run 2 of 3: adamw" in printed.err
     assert Sweep(plan, tmp_path).counts() == (2, 3)
 
