@@ -31,11 +31,11 @@ import torch
 from finetune_trial import METHODS, RANK, Job, Settings, Trial, describe_base, run_trial
 
 from angular_lab.data.corpus import stdlib_documents
+from angular_lab.data.evaluated_text import tokenizer_of
 from angular_lab.data.prepare import prepare
 from angular_lab.data.shards import Manifest
 from angular_lab.experiments.statistics import paired_differences, student_interval
 from angular_lab.run_folder import RunFolder, git_state, write_atomically
-from angular_lab.sample import tokenizer_of
 from angular_lab.training.start import data_place
 
 EXTENSIONS = 4  # further values on one side of a grid

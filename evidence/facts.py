@@ -18,7 +18,7 @@ from evidence import (
     speed,
     verdicts,
 )
-from evidence.kept import OURS, RESULTS, Kept, Rows, read_json
+from evidence.kept import RESULTS, Kept, Rows, read_json
 from evidence.measures import Facts, spread
 from evidence.titles import titled
 
@@ -33,7 +33,7 @@ def compute(kept: Kept) -> Facts:
     for subject in SUBJECTS:
         nested |= subject.facts(kept)
     facts = flatten(nested)
-    ratio = facts[f"throughput.M_per_second.{OURS}"] / facts["throughput.M_per_second.adamw"]
+    ratio = speed.time_ratio("adamw")
     for name in ("teaser.adamw", "tuned_adamw"):  # fewer tokens are worth less if each takes longer
         facts[f"{name}.speed_up.wall_clock"] = facts[f"{name}.speed_up.mean"] * ratio
     return facts
@@ -92,6 +92,7 @@ def tables(kept: Kept) -> dict[str, Rows]:
             "step-times": speed.step_times(),
             "step-memory": speed.step_memory(),
             "throughput": speed.throughput(),
+            "pace": titled(speed.pace_table()),
             "throughput-of-optimizers": titled(speed.throughput_of_optimizers()),
             "orthogonalize": speed.orthogonalize(),
             "spectra": speed.spectra(),

@@ -22,6 +22,11 @@ CASES: dict[str, tuple[str, Make]] = {  # with the formula, n being the number o
     "Muon": ("4", lambda params: Muon(params, lr=0.02)),
     "AngularMuown": ("4 + 8/n", _ours()),
     'AngularMuown, `state_dtype="bfloat16"`': ("2 + 8/n", _ours(state_dtype="bfloat16")),
+    'Muon, `state_dtype="int8"`': (
+        "1 + 4/n",
+        lambda params: Muon(params, lr=0.02, state_dtype="int8"),
+    ),
+    'AngularMuown, `state_dtype="int8"`': ("1 + 12/n", _ours(state_dtype="int8")),
     "AngularMuown, `average=0.1`": ("8 + 8/n", _ours(average=0.1)),
     'AngularMuown, `average=0.1`, `state_dtype="bfloat16"`': (
         "6 + 8/n",

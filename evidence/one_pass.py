@@ -1,10 +1,12 @@
-"""A corpus read once: every method under three schedules, and four of them over all of it."""
+"""A corpus read once: every method under three schedules, and the best of them over all of it."""
 
+from dataclasses import replace
 from math import inf
 
 from angular_lab.report.read import SweepResults, TrialResult
 from evidence.kept import Kept, Rows
 from evidence.measures import (
+    BySeed,
     Facts,
     grid,
     judging,
@@ -101,6 +103,7 @@ def facts(kept: Kept) -> Facts:
             "best_lead": _leads(least),
             "best_schedule_gain": {m: x["20%"] - least[m] for m, x in loss.items() if "20%" in x},
             "decay_gain": {s: loss["normuon"][s] - loss["normuon_decay"][s] for s in SCHEDULES},
+            "lr": {m: {s: one_pass.best_lr(m, s) for s in x} for m, x in loss.items()},
             "hyperball_20%": sweep.best[_arm(*UNFINISHED)].loss,
             "hyperball_below_adamw": least["adamw"] - least["hyperball"],
             **_grids(one_pass),
@@ -173,51 +176,88 @@ def _claims(one_pass: OnePass, least: dict[str, float]) -> Facts:
     }
 
 
+def pairs_of_schedules(sweep: SweepResults) -> SweepResults:
+    """Return the sweep of the whole corpus with these pairs: the two methods under each schedule
+    and across them, and each method's schedules."""
+    ours, other = (
+        {schedule: _arm(method, schedule) for schedule in ("50%", "linear")}
+        for method in ("ours", "normuon_decay")
+    )
+    pairs = (
+        (ours["linear"], other["linear"]),
+        (ours["50%"], other["50%"]),
+        (ours["50%"], other["linear"]),
+        (ours["50%"], ours["linear"]),
+        (other["50%"], other["linear"]),
+    )
+    return replace(sweep, record=replace(sweep.record, pairs=pairs))
+
+
 def _whole(sweep: SweepResults) -> Facts:
-    """The whole corpus: three arms on seeds that judge, two more on the one that chose."""
+    """The whole corpus: four arms on seeds that judge, two more on the one that chose, and a
+    single run."""
     [horizon] = sweep.horizons
-    arms = {
+    judged = {
         "linear": _arm("ours", "linear"),
         "normuon_decay": _arm("normuon_decay", "linear"),
         "cooldown_50%": _arm("ours", "50%"),
-        "muon": _arm("muon", "linear"),
+        "normuon_decay_50%": _arm("normuon_decay", "50%"),
     }
-    unfinished = _arm("normuon_decay", "50%")
-    at = {key: sweep.finals(arm, horizon) for key, arm in arms.items()}
-    ours, other = at["linear"], at["normuon_decay"]
-    seed_0 = {key: losses[0] for key, losses in at.items()}
-    trained = [training_losses(sweep, arms[key], horizon) for key in ("linear", "normuon_decay")]
-    judged = ("linear", "normuon_decay", "cooldown_50%")
-    apart = {key: spread(judging(at[key]).values()) for key in judged}
-    gap = lead(ours, other)
-
-    def loss(trial: TrialResult) -> float:
-        end = trial.final(horizon)
-        return end[1] if end else inf
-
+    chosen = judged | {"muon": _arm("muon", "linear"), "flat_kappa": _arm("flat_kappa", "linear")}
+    single = _arm("adamw", "50%")
+    at = {key: sweep.finals(arm, horizon) for key, arm in judged.items()}
+    training = {key: training_losses(sweep, arm, horizon) for key, arm in judged.items()}
+    seed_0 = {key: sweep.best[arm].loss for key, arm in chosen.items()}
     return {
         "runs": len(sweep.trials),
-        "grids": len(arms),
-        "all_grids_closed": sweep.best.keys() == {*arms.values(), unfinished}
-        and not any(map(sweep.at_edge, arms.values())),
-        "loss": {key: summary(at[key]) for key in judged},
-        "seed0": seed_0,
+        "grids": len(chosen),
+        "not_started": len(sweep.arms) - len(sweep.best),
+        "all_grids_closed": sweep.best.keys() == {*chosen.values(), single}
+        and not any(map(sweep.at_edge, chosen.values())),
+        "loss": {key: summary(losses) for key, losses in at.items()},
+        "seed0": seed_0 | {"adamw": sweep.best[single].loss},
+        "cooldown_50%_lowest": _arm_of_the_lowest(sweep) == judged["cooldown_50%"],
+        **_schedules(at, training),
+        "lr": {key: sweep.best[arm].lr for key, arm in chosen.items()},
+        "flat_kappa_gain": seed_0["linear"] - seed_0["flat_kappa"],
+        "flat_kappa_is_between_the_schedules": seed_0["cooldown_50%"]
+        < seed_0["flat_kappa"]
+        < seed_0["linear"],
+    }
+
+
+def _arm_of_the_lowest(sweep: SweepResults) -> str:
+    def loss(trial: TrialResult) -> float:
+        end = trial.final(sweep.horizons[0])
+        return end[1] if end else inf
+
+    return min(sweep.trials, key=loss).arm
+
+
+def _schedules(at: dict[str, BySeed], training: dict[str, BySeed]) -> Facts:
+    """AngularMuown and NorMuon with decay, each linear to zero and after a cooldown of 50%."""
+    linear, other = at["linear"], at["normuon_decay"]
+    long, other_long = at["cooldown_50%"], at["normuon_decay_50%"]
+    apart = {key: spread(judging(losses).values()) for key, losses in at.items()}
+    seeds_apart = {key: x["max"] - x["min"] for key, x in apart.items()}
+    gap = lead(linear, other)
+    return {
         "lead": gap,
-        "training_lead": lead(*trained),
+        "lead_at_50%": lead(long, other_long),
+        "seeds_apart": seeds_apart,
         "training_has_the_same_signs": all(
-            (trained[1][s] > trained[0][s]) == (other[s] > ours[s]) for s in ours
+            (training["normuon_decay"][s] > training["linear"][s]) == (other[s] > linear[s])
+            for s in linear
         ),
-        "seeds_apart": {key: x["max"] - x["min"] for key, x in apart.items()},
-        "inconclusive": outcome(ours, other) == "inconclusive"
-        and gap["mean"] < min(0.005, apart["linear"]["max"] - apart["linear"]["min"]),
-        "cooldown_50%_lowest": min(sweep.trials, key=loss).arm == arms["cooldown_50%"],
-        "cooldown_50%_gain": lead(at["cooldown_50%"], ours),
-        "cooldown_50%_gain_holds": outcome(at["cooldown_50%"], ours) == "holds",
-        "cooldown_50%_lead": lead(at["cooldown_50%"], other),
-        "cooldown_50%_below_on_every_seed": min(
-            other[seed] - x for seed, x in at["cooldown_50%"].items() if seed in other and seed
-        )
-        > 0,
-        "normuon_decay_50%": {f"{lr:g}": x for lr, x in grid(sweep, unfinished).items()},
-        "normuon_decay_50%_is_above_linear": sweep.best[unfinished].loss > seed_0["normuon_decay"],
+        "inconclusive": outcome(linear, other) == "inconclusive"
+        and gap["mean"] < min(0.005, seeds_apart["linear"]),
+        "not_settled_under_any_schedule": all(
+            outcome(ours, x) == "inconclusive"
+            for ours, x in ((linear, other), (long, other), (long, other_long))
+        ),
+        "cooldown_50%_below_on_every_seed": all(
+            long[seed] < x[seed] for x in (other, other_long) for seed in judging(long)
+        ),
+        "cooldown_50%_gain_holds": outcome(long, linear) == "holds",
+        "normuon_decay_is_better_linear": outcome(other, other_long) == "holds",
     }

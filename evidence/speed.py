@@ -5,7 +5,8 @@ from itertools import product
 from math import ceil
 from typing import Any
 
-from evidence.kept import OURS, Rows, read_json
+from angular_lab.pace.record import Pace
+from evidence.kept import OURS, RESULTS, Rows, read_json
 from evidence.measures import Facts, spread
 
 DIGITS = {"gpt124": 2, "llama1b": 1, "moe1.1b": 1}  # shown of a step's milliseconds
@@ -13,6 +14,7 @@ GOALS = {"gpt124": 3.0, "llama1b": 60, "moe1.1b": 34}  # milliseconds
 FUSED = ("AngularMuown", "Muown", "NorMuown", "Muon", "NorMuon")
 EAGER = ("Hyperball", "MagnitudeDirection")
 FILES = {"first": "fused", "second": "fused_again", "earlier": "rivals"}  # the others by their name
+PACE = RESULTS / "pace_s_h200.json"  # by `angular-lab pace s`
 Run = dict[str, dict[str, dict[str, Any]]]  # by shapes and optimizer
 
 
@@ -31,6 +33,7 @@ def facts() -> Facts:
     return {
         "step_time": runs | {"tflops": tflops} | _ranges(*(runs[n] for n in FILES)) | _goals(runs),
         "throughput": _throughput(),
+        "pace": _pace_facts(),
     }
 
 
@@ -153,6 +156,54 @@ def _throughput() -> Facts:
         "optimizer_share_of_muons": share,
         "muons_are_equally_fast": fastest < 1.01 * slowest,
     }
+
+
+def measured_pace() -> Pace | None:
+    """Return the kept pace of model S; None if there is none. One of a shared GPU is an error."""
+    if not PACE.exists():
+        return None
+    pace = Pace.read(PACE)
+    if pace.disturbed_by:
+        raise ValueError(f"{PACE.name} gives no factor: {'; '.join(pace.disturbed_by)}")
+    return pace
+
+
+def time_ratio(other: str) -> float:
+    """Return the time per step of another optimizer over that of ours. Without a pace, of which the
+    optimizers took turns, by the steps of one after the other."""
+    if pace := measured_pace():
+        return pace.ratios(pace.of(other), pace.of(OURS)).median
+    speeds = _throughput()["M_per_second"]
+    ratio: float = speeds[OURS] / speeds[other]
+    return ratio
+
+
+def _pace_facts() -> Facts:
+    pace = measured_pace()
+    rows = pace.rows() if pace else []
+    return {
+        row["optimizer"]: {
+            "ms": row["ms"]["median"],
+            "M_per_second": row["tokens_per_second"] / 1e6,
+            "time_ratio": row["time_ratio"],
+        }
+        for row in rows
+    }
+
+
+def pace_table() -> Rows:
+    """The pace for a document; only a header before it is measured."""
+    pace = measured_pace()
+    rows = []
+    for row in pace.rows() if pace else []:
+        ms, ratio = row["ms"], row["time_ratio"]
+        times = f"{ms['median']:.2f}", f"{ms['first']:.2f} to {ms['third']:.2f}"
+        ratios = f"{ratio['median']:.3f}×", f"{ratio['first']:.3f} to {ratio['third']:.3f}"
+        memory = f"{row['memory_gib']:.2f}"
+        speed = f"{row['tokens_per_second']:,.0f}"
+        rows.append([row["optimizer"], speed, *times, *ratios, memory])
+    head = ["optimizer", "tokens/s", "ms per step", "quartiles", "time / AdamW's", "its quartiles"]
+    return [[*head, "memory (GiB)"], *rows]
 
 
 def throughput_of_optimizers() -> Rows:

@@ -9,6 +9,7 @@ OPTIMIZERS = {
     "magnitude_direction": "MagnitudeDirection",
     "hyperball": "Hyperball",
     "muown": "Muown",
+    "normuown": "NorMuown",
     "normuon": "NorMuon",
     "muon": "Muon",
     "adamw": "AdamW",
@@ -18,7 +19,6 @@ PHRASES = OPTIMIZERS | {
     "falling rate": "falling learning rate",
     "radius rate": "`radius_lr`",
     "aux rate": "`aux_lr`",
-    "ours at": "at",
 }
 PATTERN = re.compile(rf"\b(?:{'|'.join(map(re.escape, PHRASES))})\b")
 # Columns that name a method; in others "muon" may be part of a name of the library.

@@ -10,6 +10,7 @@ from angular_lab.report.tables import tokens_form
 from evidence.comparison import Comparison
 from evidence.kept import OURS, Kept, Rows
 from evidence.measures import speed_up
+from evidence.one_pass import pairs_of_schedules
 from evidence.titles import title
 
 WINDOWS = (0.1, 0.2, 0.4)  # of the averages, as shares of the steps
@@ -24,6 +25,7 @@ def tables(kept: Kept) -> dict[str, Rows]:
     """Return the pairs of every sweep, `verdicts-<experiment>`, and of views of some."""
     views = {name: sweep for name, sweep in kept.sweeps.items() if sweep.pairs}
     [views["teaser-cooldown-20"]] = kept.sweeps["teaser"].variant_views()
+    views["one-pass-schedules"] = pairs_of_schedules(kept.sweeps["one-pass-long"])
     rows = {f"verdicts-{name}": pairs(view) for name, view in views.items()}
     return rows | {"verdicts-average-windows": _windows(kept), "paper-claims": _paper(kept)}
 

@@ -11,10 +11,11 @@ import torch
 
 from angular_lab.config.named_runs import named_run
 from angular_lab.config.spec import Spec
+from angular_lab.data.evaluated_text import tokenizer_of
 from angular_lab.models import build_model
 from angular_lab.report.report import summary, text_table, write_report
 from angular_lab.run_folder import RunFolder
-from angular_lab.sample import generate, load_run, tokenizer_of
+from angular_lab.sample import generate, load_run
 from angular_lab.training.ranks import Ranks
 from angular_lab.training.start import data_folder, train
 from angular_muown import inverse_polynomial

@@ -3,7 +3,10 @@
 spec.json        all settings of the run, versions, git state, fingerprint of the data, and which
                  settings changed at which step
 metrics.jsonl    one line per logged step, deterministic: the same run writes the same bytes
-timing.jsonl     what depends on the machine: seconds, tokens/s, memory
+timing.jsonl     what depends on the machine: seconds, tokens/s, memory, other processes
+angles.jsonl     mean angle by which a step turned the rows of each matrix
+samples.jsonl    text that the model generated during training
+evaluations.jsonl  losses of checkpoints on other text, by `angular-lab eval`
 checkpoints/     step_00001000/ ...
 DONE             when all steps are taken
 STOPPED          when a signal or the end of its time stopped it: exit code and step, as JSON
@@ -14,11 +17,12 @@ Runs live in a store: `runs/<label>-<digest>/`, one folder each. A cooldown that
 run names that run as its parent; its own log starts after the branch point. No torch here.
 """
 
+import fcntl
 import json
 import os
 import platform
 import subprocess
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from math import isfinite
@@ -39,6 +43,7 @@ STOPPED, DIVERGED = "STOPPED", "DIVERGED"
 PREFIX = "step_"  # of a checkpoint's folder
 FORMAT = 2  # of spec.json
 CONVERT = "angular-lab convert-runs"
+OTHER_LOAD = 0.25  # per core: above it, a machine has something else to do
 
 
 @dataclass(frozen=True)
@@ -140,6 +145,24 @@ class RunFolder:
         return self.path / "timing.jsonl"
 
     @property
+    def angles_path(self) -> Path:
+        return self.path / "angles.jsonl"
+
+    @property
+    def samples_path(self) -> Path:
+        return self.path / "samples.jsonl"
+
+    @property
+    def evaluations_path(self) -> Path:
+        return self.path / "evaluations.jsonl"
+
+    @property
+    def logs(self) -> tuple[Path, ...]:
+        """All files of lines that belong to a step."""
+        measured = self.metrics_path, self.timing_path, self.angles_path
+        return *measured, self.samples_path, self.evaluations_path
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
@@ -229,19 +252,25 @@ class RunFolder:
             os.close(descriptor)
 
     def sync_metrics(self) -> None:
-        """Force the log to disk, before a checkpoint that relies on its lines."""
-        if self.metrics_path.exists():
-            with open(self.metrics_path) as file:
-                os.fsync(file.fileno())
+        """Force the logs to disk, before a checkpoint that relies on their lines."""
+        for path in (self.metrics_path, self.angles_path, self.samples_path):
+            if path.exists():
+                with open(path) as file:
+                    os.fsync(file.fileno())
 
     def read_metrics(self) -> list[Metrics]:
         """Return the logged lines. Raises UserError at a damaged one; an unfinished last line,
         which a killed process may leave, is skipped."""
         return [Metrics.from_dict(values) for _, values in _lines(self.metrics_path, _refuse)]
 
+    def read_timing(self) -> dict[int, dict[str, Any]]:
+        """Return the lines of timing.jsonl by step."""
+        lines = (values for _, values in _lines(self.timing_path, _refuse))
+        return {line["step"]: line for line in lines if "step" in line}
+
     def rewind(self, step: int) -> None:
         """Remove the lines logged after `step`: the run is about to take those steps again."""
-        for path in (self.metrics_path, self.timing_path):
+        for path in self.logs:
             if path.exists():
                 lines = [
                     text for text, line in _lines(path, _refuse) if line.get("step", 0) <= step
@@ -282,6 +311,9 @@ class Run:
     speeds: tuple[float, ...]  # tokens per second, as logged
     done: bool
     diverged: bool
+    shared_device: bool | None = (
+        None  # with other processes, so its times mean little; None: unknown
+    )
 
     @property
     def spec(self) -> Spec:
@@ -351,6 +383,19 @@ class Run:
         return replace(self, metrics=before + self.metrics)
 
 
+def is_locked(folder: Path) -> bool:
+    """True if a process holds the run. The lock is tested and never waited for; a file that a dead
+    process left is not locked."""
+    try:
+        with open(folder / "LOCK") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
 def parent_folder(folder: Path, spec: Spec) -> Path:
     """Return the folder of a branch's parent: a run of the same store, or the path as given."""
     assert spec.parent is not None
@@ -379,11 +424,11 @@ def read_run(folder: Path, warnings: list[str]) -> Run | None:
             )
     if not metrics and not run.diverged:
         warnings.append(f"{folder} has no metrics: it has not logged a step yet")
-    timing = [
-        values.get("tokens_per_second") for _, values in _lines(run.timing_path, warnings.append)
-    ]
-    speeds = tuple(x for x in timing if isinstance(x, int | float) and isfinite(x) and x > 0)
-    result = Run(folder, info, tuple(metrics), speeds, run.done, run.diverged)
+    timing = [values for _, values in _lines(run.timing_path, warnings.append)]
+    logged = [values.get("tokens_per_second") for values in timing]
+    speeds = tuple(x for x in logged if isinstance(x, int | float) and isfinite(x) and x > 0)
+    shared = shared_device(timing)
+    result = Run(folder, info, tuple(metrics), speeds, run.done, run.diverged, shared)
     if result.done and not result.diverged and result.final is None:
         last = result.evaluations
         planned = info.spec.steps * info.spec.tokens_per_step
@@ -394,6 +439,24 @@ def read_run(folder: Path, warnings: list[str]) -> Run | None:
         )
         warnings.append(f"{folder} is done, but {where}: its final loss is not used")
     return result
+
+
+def shared_device(timing: Iterable[Mapping[str, Any]]) -> bool | None:
+    """True if lines of timing.jsonl show other processes on the run's GPU or, without a GPU, a load
+    clearly above that of the run's own threads. None if nothing was recorded."""
+    found: set[bool | None] = {None}
+    for line in timing:
+        others, load, own = (line.get(k) for k in ("other_gpu_processes", "load", "own_load"))
+        if "other_gpu_processes" in line:
+            found.add(others > 0 if isinstance(others, int) else None)
+        elif isinstance(load, int | float) and isinstance(own, int | float):
+            found.add(load - own > OTHER_LOAD)
+    return True if True in found else False if False in found else None
+
+
+def read_lines(path: Path, warnings: list[str]) -> list[dict[str, Any]]:
+    """Return the intact lines of a log; describe in `warnings` those that are damaged."""
+    return [values for _, values in _lines(path, warnings.append)]
 
 
 def _lines(path: Path, report: Callable[[str], None]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import torch
 
-from angular_lab.data.prepare import TOKENIZER
-from angular_lab.data.tokenizer import Tokenizer, load_tokenizer
+from angular_lab.data.tokenizer import Tokenizer
 from angular_lab.errors import UserError
 from angular_lab.models import LanguageModel, build_model
+from angular_lab.models.generate import choose
 from angular_lab.run_folder import RunFolder
 from angular_lab.training import checkpoint
 from angular_lab.training.averages import Averages
@@ -40,9 +40,7 @@ def generate(
     for _ in range(length):
         window = torch.tensor([ids[-model.spec.sequence :]], device=device)
         logits = model(window)[0, -1, : tokenizer.vocabulary].float()
-        best = logits.topk(min(top_k, len(logits)))
-        probabilities = torch.softmax(best.values / max(temperature, 1e-6), dim=-1)
-        choice = int(best.indices[torch.multinomial(probabilities, 1, generator=generator)])
+        choice = int(choose(logits, temperature, top_k, generator))
         if choice == tokenizer.end_of_text:
             break
         ids.append(choice)
@@ -77,10 +75,3 @@ def load_run(
     for window in names:
         averages.replace_weights(window)
     return model
-
-
-def tokenizer_of(data: Path) -> Tokenizer:
-    path = data / TOKENIZER
-    if not path.exists():
-        raise UserError(f"{data} has no {TOKENIZER}: its tokens cannot be decoded to text")
-    return load_tokenizer(str(path))

@@ -6,9 +6,11 @@ import time
 import torch
 
 from angular_lab.config.spec import Spec
+from angular_lab.data.passes import describe_passes
 from angular_lab.models import LanguageModel, build_model
 from angular_lab.training.build import make_optimizer
 from angular_lab.training.progress import peak_flops
+from angular_lab.training.start import data_place
 
 DAY = 86_400  # seconds
 USUAL_MFU = 0.4  # of a GPU that does not wait for the host; on a CPU the speed is measured
@@ -30,12 +32,21 @@ def describe(spec: Spec) -> str:
         "",
         f"parameters   {parameters:,}",
         f"tokens       {tokens:,} ({spec.steps:,} steps of {spec.tokens_per_step:,})",
+        f"text         {_text(spec)}",
         f"operations   {flops:.3g} FLOP ({model.flops_per_token():.4g} per token)",
         f"memory       {_state_bytes(parameters, len(spec.averages)) / 2**30:.2f} GiB for weights, "
         "gradients and state; activations on top",
         f"time         {duration(flops / rate)} at {rate / 1e12:.3g} TFLOP/s ({source})",
     ]
     return "\n".join(lines)
+
+
+def _text(spec: Spec) -> str:
+    """Return how often the run reads its corpus, if that is prepared."""
+    data = data_place(spec)
+    if data.is_dir():
+        return describe_passes(spec, data)
+    return f"{spec.data} is not prepared yet, so the passes over it are not known"
 
 
 def _plan(model: LanguageModel, spec: Spec) -> str:

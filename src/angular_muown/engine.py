@@ -20,6 +20,7 @@ from angular_muown.distributed.collectives import failing_together, watch
 from angular_muown.distributed.mesh import has_ranks, is_sharded
 from angular_muown.kernels.coverage import runs_on
 from angular_muown.params import options
+from angular_muown.params.eight_bit import scale_names
 from angular_muown.params.layout import Layout
 from angular_muown.params.loading import load_checked
 from angular_muown.params.options import (
@@ -390,7 +391,8 @@ class Engine(torch.optim.Optimizer):
         layout = Layout.of(batch.group)
         states = states_of(batch.states, batch.params, params)
         opened = [OpenParameter(p, s, layout) for p, s in zip(params, states, strict=True)]
-        for stack in stacks(opened, recipe.state_names, batch.group):
+        names = (*recipe.state_names, *scale_names(batch.group))
+        for stack in stacks(opened, names, batch.group):
             update_alone(stack, recipe, batch.group, self.observers)
         for one in opened:
             one.close()

@@ -140,7 +140,7 @@ def update(stack: Stack, recipe: Recipe, group: Group) -> Equation:
     state = stack.gather_state()
     context = Context(state, stack.reductions, lr, radius_lr, stack.t)
     at = recipe.chart.split(stack.gather_W(), stack.gather_G(), context)
-    M, X = heavy_ball(stack.gather_M(), at.T, group["momentum"], group["nesterov"])
+    M, X = heavy_ball(stack.gather_M(state), at.T, group["momentum"], group["nesterov"])
     Q = yield recipe.tangent.send(X, at.U, context), at.U  # the polar factor of X
     Q = recipe.tangent.receive(Q, at.U, context)
     Q = recipe.normalize(Q, context)

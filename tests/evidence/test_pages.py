@@ -65,3 +65,8 @@ def test_the_first_screen_of_the_results_has_the_figure_and_the_table() -> None:
     lines = (ROOT / "docs" / "evidence" / "results.md").read_text().splitlines()
     assert lines[2].startswith("![")
     assert any("table: results" in line for line in lines[:8])
+
+
+def test_the_page_beyond_the_paper_begins_with_a_figure() -> None:
+    lines = (ROOT / "docs" / "evidence" / "beyond.md").read_text().splitlines()
+    assert lines[2].startswith("![")

@@ -33,5 +33,5 @@ def test_arms_get_the_names_of_the_library() -> None:
 
 
 def test_only_columns_of_methods_are_renamed() -> None:
-    table = [["method", "ours at 90M", "file"], ["muon", "3.6", "muon.json"]]
+    table = [["method", "at 90M", "file"], ["muon", "3.6", "muon.json"]]
     assert titled(table) == [["method", "at 90M", "file"], ["Muon", "3.6", "muon.json"]]

@@ -1,9 +1,6 @@
 """Log angles, radii and kappa to TensorBoard, W&B and trackio, offline."""
 
-import json
 import os
-import sqlite3
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +10,9 @@ from torch import nn
 
 from angular_muown import AngularMuown, plan
 from angular_muown.integrations.loggers import log_angles
+from tests.dashboards import trackio_rows, wandb_rows
 from tests.integrations.scripts import assert_falls, load
 
-BLOCK = 32768  # bytes per block of a W&B file
 EVERY, STEPS = 2, 5
 MEASURED = [1, 3, 5]  # every second of 5 steps
 KEYS = ("angle_mean", "row_norm_mean", "kappa", "angle_mean/0.weight", "row_norm_mean/0.weight")
@@ -25,15 +22,6 @@ KEYS = ("angle_mean", "row_norm_mean", "kappa", "angle_mean/0.weight", "row_norm
 def _trackio_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Set TRACKIO_DIR, which trackio reads only when it is imported."""
     os.environ.setdefault("TRACKIO_DIR", str(tmp_path_factory.mktemp("trackio")))
-
-
-def trackio_rows(project: str) -> dict[int, dict[str, float]]:
-    from trackio.utils import TRACKIO_DIR
-
-    with sqlite3.connect(TRACKIO_DIR / f"{project}.db") as database:
-        rows = database.execute("select step, metrics from metrics order by step").fetchall()
-    database.close()
-    return {step: json.loads(metrics) for step, metrics in rows}
 
 
 def make() -> tuple[nn.Module, AngularMuown]:
@@ -109,32 +97,13 @@ def test_wandb_keeps_all_measurements_and_user_rows(
     train(model, optimizer, after=lambda: USER_LOGS[habit](run, next(steps)))
     run.finish()
     wandb.teardown()  # wait for the process that writes the file
-    rows = _wandb_rows(next(tmp_path.rglob("*.wandb")))
+    rows = wandb_rows(next(tmp_path.rglob("*.wandb")))
     logged = {"nothing": 0, "often": 3 * STEPS, "with steps": STEPS, "at the end": 1}
     assert sum("loss" in row for row in rows) == logged[habit]
     measured = {int(row["muown/step"]): row for row in rows if "muown/step" in row}
     assert list(measured) == MEASURED
     for step, values in expected.items():
         assert {k: measured[step][k] for k in values} == pytest.approx(values)
-
-
-def _wandb_rows(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a run's file: protobuf records in the block format of LevelDB's log."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    data, rows, offset, pending = path.read_bytes(), [], 7, b""  # 7: the file header
-    while offset + 7 <= len(data):
-        _, length, kind = struct.unpack_from("<IHB", data, offset)
-        pending += data[offset + 7 : offset + 7 + length]
-        offset += 7 + length
-        room = BLOCK - offset % BLOCK
-        offset += room if room < 7 else 0  # too short for a header: padding
-        if kind in (1, 4):  # a full record, or its last fragment
-            record = Record.FromString(pending)
-            items, pending = record.history.item, b""
-            row = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items}
-            rows.extend([row] if row else [])
-    return rows
 
 
 def test_trackio_stores_all_measurements() -> None:
@@ -163,7 +132,7 @@ def test_the_example_writes_and_learns(
         import wandb
 
         wandb.teardown()  # wait for the process that writes the file
-        rows = _wandb_rows(next(tmp_path.rglob("*.wandb")))
+        rows = wandb_rows(next(tmp_path.rglob("*.wandb")))
         assert [row["muown/step"] for row in rows if "muown/kappa" in row] == measured
     else:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -68,7 +68,7 @@ VALID: dict[str, list[Any]] = {
     "orthogonalize": ["polar_express", "newton_schulz", "gram", "svd", "tangent"],
     "radius": ["adam", "log_adam", "fixed"],
     "write_back": ["stochastic", "master"],
-    "state_dtype": [None, "float32", torch.bfloat16, "float64"],
+    "state_dtype": [None, "float32", torch.bfloat16, "float64", "int8"],
     "wire_dtype": [None, "float32", "bfloat16"],
     "process_group": [None, False],
 }

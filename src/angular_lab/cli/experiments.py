@@ -1,11 +1,13 @@
-"""The commands about experiments: experiments, sweep, submit, report, theory, convert-runs."""
+"""The commands about experiments: experiments, sweep, report, theory, convert-runs."""
 
 import argparse
 import logging
+import re
 import shlex
 import time
 from collections.abc import Callable
-from math import inf
+from dataclasses import replace
+from math import ceil, inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +22,7 @@ PROCESSES = (
     "worker processes on this machine; a small model does not fill a large GPU, so several on one "
     "raise the total throughput; several GPUs are used in turn"
 )
+NUMBER = re.compile(r"<?[\d.,e+-]+( [a-z]+)?")  # perhaps with a unit
 log = logging.getLogger(__name__)
 
 
@@ -35,30 +38,94 @@ def seconds(text: str) -> float:
     return number
 
 
-def _sweep(name: str, arguments: argparse.Namespace) -> "Sweep":
+def seed_list(text: str) -> tuple[int, ...]:
+    """Parse 0,1,2 or 0..2, which is the same."""
+    first, dots, last = text.partition("..")
+    try:
+        seeds = range(int(first), int(last) + 1) if dots else map(int, text.split(","))
+        numbers = tuple(dict.fromkeys(seeds))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 0:
+        raise argparse.ArgumentTypeError(f"'{text}': write seeds as in 0,1,2 or 0..2")
+    return numbers
+
+
+def open_sweep(name: str, arguments: argparse.Namespace) -> "Sweep":
+    """Return the sweep of an experiment, with what the command line changes about it."""
     from angular_lab.experiments.comparison import planned
     from angular_lab.sweeps.sweep import Sweep
 
-    if arguments.scale == "paper" and not arguments.data:
-        raise UserError(
-            "--scale paper without --data would train on Python's standard library: prepare a "
-            "corpus (angular-lab prepare --help) and name its folder"
-        )
     plan = planned(name, arguments.scale, arguments.data)
-    return Sweep(plan, arguments.out, arguments.data, arguments.device, arguments.name)
+    data = arguments.data or plan.arms[0].spec.data
+    if plan.scale == "paper" and data == "stdlib":
+        raise UserError(
+            "--scale paper without a corpus would train on Python's standard library: prepare one "
+            "(angular-lab prepare --help) and give its folder with --data"
+        )
+    if arguments.seeds:
+        plan = replace(plan, seeds=arguments.seeds)
+    prepare = not arguments.dry_run
+    sweep = Sweep(plan, arguments.out, arguments.data, arguments.device, arguments.name, prepare)
+    check_passes(sweep, arguments.passes)
+    return sweep
+
+
+def check_passes(sweep: "Sweep", most: float) -> None:
+    """Raise UserError if a run would read its corpus more often than the user allows."""
+    passes = sweep.passes
+    if passes == inf:
+        raise UserError(
+            f"data={sweep.longest.data}: no training tokens; make them with angular-lab prepare"
+        )
+    if passes is not None and passes > most:
+        allowed = ceil(10 * passes) / 10
+        raise UserError(
+            f"the longest run of {sweep.name} makes {sweep.passes_text}, and --passes allows "
+            f"{most:g}: prepare more text, or allow it with --passes {allowed:g}"
+        )
 
 
 def sweep(arguments: argparse.Namespace) -> None:
-    from angular_lab.sweeps.sweep import run_sweeps
-    from angular_lab.sweeps.workers import run_in_processes
-
     names = [*dict.fromkeys(arguments.experiments)]
     if arguments.name and len(names) > 1:
         raise UserError(
             f"--name {arguments.name} for {len(names)} experiments: give one experiment"
         )
-    sweeps = [_sweep(name, arguments) for name in names]
-    _settle(sweeps, arguments)
+    sweeps = [open_sweep(name, arguments) for name in names]
+    if arguments.dry_run:
+        print_dry_run(sweeps, arguments.tflops)
+    else:
+        run_and_print(sweeps, arguments)
+
+
+def _print_table(rows: "list[dict[str, str]]") -> None:
+    """Print the rows with numbers aligned right."""
+    from angular_lab.report.tables import Mark, text_table
+
+    def cell(text: str) -> "Mark | str":
+        return Mark(0, "", text) if NUMBER.fullmatch(text) else text
+
+    print(text_table([{name: cell(text) for name, text in row.items()} for row in rows]))
+
+
+def print_dry_run(sweeps: "list[Sweep]", tflops: float | None) -> None:
+    """Print what the sweeps would train and what that costs."""
+    from angular_lab.sweeps import dry_run
+
+    for i, sweep in enumerate(sweeps):
+        works = dry_run.work_of(sweep)
+        print(f"{chr(10) * bool(i)}{sweep.experiment.title}\n")
+        _print_table(dry_run.rows(works))
+        print("\n".join(["", *dry_run.notes(sweep, works, tflops)]))
+
+
+def run_and_print(sweeps: "list[Sweep]", arguments: argparse.Namespace) -> None:
+    """Run the sweeps and print what came out."""
+    from angular_lab.sweeps.sweep import run_sweeps
+    from angular_lab.sweeps.workers import run_in_processes
+
+    settle(sweeps, arguments)
     budget = arguments.budget - (time.monotonic() - arguments.began)  # imports take seconds
     if arguments.processes == 1:
         run_sweeps(sweeps, budget, arguments.extend)
@@ -66,13 +133,13 @@ def sweep(arguments: argparse.Namespace) -> None:
         run_in_processes(sweeps, arguments.processes, budget, arguments.extend)
     for finished in sweeps:
         _print_outcome(finished)
-        if arguments.until:
+        if arguments.until or arguments.command == "grid":
             _print_pairs(finished)
     files = shlex.join(str(finished.path) for finished in sweeps)
     print(f"for a page about it: angular-lab report {files}")
 
 
-def _settle(sweeps: "list[Sweep]", arguments: argparse.Namespace) -> None:
+def settle(sweeps: "list[Sweep]", arguments: argparse.Namespace) -> None:
     """Let open pairs have more judging seeds, if the user asked for that."""
     until, most = arguments.until, arguments.max_seeds
     if until is None and most is None:
@@ -117,25 +184,6 @@ def _outcome(best: BestRate | None, seed: int) -> str:
     return f"best {best.lr:g}, loss {best.loss:.4f} on seed {seed}{choice}{edge}"
 
 
-def submit(arguments: argparse.Namespace) -> None:
-    from angular_lab.sweeps import slurm
-
-    settings = dict(slurm.parameter(word) for word in arguments.set)
-    sweep = _sweep(arguments.experiment, arguments)
-    sweep.extend = arguments.extend
-    sweep.check()
-    log.info(sweep.state())
-    jobs = slurm.jobs(sweep, arguments.data)
-    print(slurm.describe(jobs, {"executor": arguments.executor, "out": arguments.out, **settings}))
-    if jobs and not arguments.dry_run:
-        logs = sweep.path.parent / "jobs"
-        started = slurm.submit(jobs, logs, arguments.executor, settings)
-        sweep.write()
-        print("\n".join(str(job.job_id) for job in started))
-        if arguments.executor == "local":
-            print("\n".join(slurm.wait(started)))
-
-
 def report(arguments: argparse.Namespace) -> None:
     from angular_lab.report.report import make_report
 
@@ -151,12 +199,13 @@ def theory(arguments: argparse.Namespace) -> None:
 
 
 def experiments(arguments: argparse.Namespace) -> None:
-    from angular_lab.experiments.cost import listing
-    from angular_lab.report.tables import text_table
+    from angular_lab.experiments.cost import listing, questions
 
     rows, note = listing(arguments.scale)
-    print(text_table(rows))
-    print(note)
+    _print_table(questions())
+    print()
+    _print_table(rows)
+    print(f"\n{note}")
 
 
 def convert_runs(arguments: argparse.Namespace) -> None:
@@ -166,7 +215,7 @@ def convert_runs(arguments: argparse.Namespace) -> None:
 
 
 def add_experiments(add: Callable[..., argparse.ArgumentParser]) -> None:
-    sub = add("experiments", experiments, "list the experiments and what they cost here")
+    sub = add("experiments", experiments, "list the experiments and what they cost, by device")
     sub.add_argument("--scale", help="paper, s or nano; default: all")
     sub = add("report", report, "make a page about sweeps and runs")
     sub.add_argument("sources", type=Path, nargs="*", default=[Path()], metavar="source",
@@ -189,20 +238,39 @@ def add_experiments(add: Callable[..., argparse.ArgumentParser]) -> None:
     sub.add_argument("experiments", nargs="+", metavar="experiment", help=EXPERIMENT)
     sub.add_argument("--budget", type=seconds, default=inf, help="stop after 540s, 30m, 2h")
     sub.add_argument("--processes", type=int, default=1, help=PROCESSES)
+    add_dry_run(sub)
+    add_sweep_options(sub)
+
+
+def add_until(sub: argparse.ArgumentParser) -> None:
     help_text = "add judging seeds to pairs whose verdict is open, at the last horizon"
     sub.add_argument("--until", choices=["settled"], help=help_text)
     sub.add_argument("--max-seeds", type=int, metavar="N", help="judging seeds of a pair at most")
-    _add_sweep_options(sub)
-    sub = add("submit", submit, "submit the trials of an experiment that can run now as jobs")
-    sub.add_argument("experiment", help=EXPERIMENT)
-    sub.add_argument("--executor", default="slurm", help="slurm or local; default: slurm")
-    sub.add_argument("--dry-run", action="store_true", help="only print what would be submitted")
-    sub.add_argument("--set", action="append", default=[], metavar="PARAMETER:VALUE",
-                     help="a parameter of submitit, such as slurm_partition:gpu")  # fmt: skip
-    _add_sweep_options(sub)
 
 
-def _add_sweep_options(sub: argparse.ArgumentParser) -> None:
+def add_passes(sub: argparse.ArgumentParser) -> None:
+    help_text = "how often a run may read its corpus; default: 1"
+    sub.add_argument("--passes", type=float, default=1.0, metavar="N", help=help_text)
+
+
+def add_dry_run(sub: argparse.ArgumentParser) -> None:
+    help_text = "only print the runs and what they cost; nothing is written"
+    sub.add_argument("--dry-run", action="store_true", help=help_text)
+    help_text = "with --dry-run: speed of your device, for its hours"
+    sub.add_argument("--tflops", type=tflops, metavar="X", help=help_text)
+
+
+def tflops(text: str) -> float:
+    try:
+        speed = float(text)
+    except ValueError:
+        speed = 0.0
+    if not 0 < speed < inf:
+        raise argparse.ArgumentTypeError(f"'{text}': write TFLOP/s above 0, as in 400")
+    return speed
+
+
+def add_sweep_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--scale", default="nano", help="paper, s or nano; default: nano")
     sub.add_argument("--data", help="folder of shards; default: the scale's own")
     sub.add_argument("--out", type=Path, default=Path(), help="folder with runs/ and sweeps/; "
@@ -211,3 +279,7 @@ def _add_sweep_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--device", default="", help="cpu or cuda; default: cuda if available")
     help_text = "add up to N values at the edge of a grid where its best value is"
     sub.add_argument("--extend", type=int, default=0, metavar="N", help=help_text)
+    add_until(sub)
+    help_text = "as in 0,1,2 or 0..2: the first picks the value, the others judge it; default: the "
+    sub.add_argument("--seeds", type=seed_list, metavar="SEEDS", help=help_text + "experiment's")
+    add_passes(sub)

@@ -5,7 +5,7 @@ that is not finite; 4 a worker process died; 75 stopped by SIGTERM, Ctrl-C or th
 (saved: angular-lab resume RUN continues a single run); 130 interrupted by a second Ctrl-C (not
 saved).
 
-`doctor` also returns 1 if something is wrong with the run.
+`doctor` also returns 1 if something is wrong with the run, and `check` 2 if it cannot work.
 """
 
 import argparse
@@ -18,10 +18,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from angular_lab.cli.cluster import add_ranks
+from angular_lab.cli.evaluate import add_evaluate
 from angular_lab.cli.experiments import add_experiments
+from angular_lab.cli.grid import add_grid
 from angular_lab.cli.inspect import add_inspect
+from angular_lab.cli.pace import add_pace
 from angular_lab.cli.prepare import add_prepare
 from angular_lab.cli.runs import add_commands
+from angular_lab.cli.submit import add_submit
 from angular_lab.cli.watch import add_watch
 from angular_lab.errors import UserError
 from angular_lab.log import configure_logging
@@ -50,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BAD_INPUT
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
-    arguments.began = began
+    arguments.began, arguments.words = began, list(sys.argv[1:] if argv is None else argv)
     # key=value may also follow an option
     overrides = [word for word in rest if "=" in word and not word.startswith("-")]
     if "overrides" not in arguments or len(overrides) < len(rest):
@@ -149,7 +153,11 @@ def _parser() -> argparse.ArgumentParser:
     add_commands(add)
     add_inspect(add)
     add_watch(add)
+    add_evaluate(add)
+    add_pace(add)
     add_prepare(add)
     add_experiments(add)
+    add_grid(add)
     add_ranks(add)
+    add_submit(add)
     return parser

@@ -11,6 +11,7 @@ from angular_lab.config.overrides import count
 from angular_lab.errors import UserError
 
 if TYPE_CHECKING:
+    from angular_lab.data.shards import Manifest
     from angular_lab.data.tokenizer import Tokenizer
 
 TRAINING_DOCUMENTS = 20_000  # enough for a vocabulary of tens of thousands
@@ -33,13 +34,31 @@ def prepare(arguments: argparse.Namespace) -> None:
     )
     for name, split in manifest.splits.items():
         log.info("%s: %s tokens, %s documents", name, f"{split.tokens:,}", f"{split.documents:,}")
-    if manifest.splits["val"].documents < FEW_DOCUMENTS:
+    _note_validation(manifest)
+    print(arguments.out)
+
+
+def _note_validation(manifest: "Manifest") -> None:
+    """Report how the validation split came about where that is not as usual."""
+    val, fraction = manifest.splits["val"], manifest.arguments["val_fraction"]
+    if held_out := manifest.arguments.get("held_out"):
+        log.warning(
+            "validation has the last %s tokens of the last document, because no document was "
+            "drawn for it as a whole; --val-fraction, in another folder, changes how many",
+            f"{held_out:,}",
+        )
+    elif not val.documents:
+        log.warning(
+            "no validation split (--val-fraction %g), and training needs one: prepare again with "
+            "--val-fraction above 0, in another folder",
+            fraction,
+        )
+    elif val.documents < FEW_DOCUMENTS:
         log.warning(
             "fewer than %d documents for validation, whose loss will be noisy: prepare a larger "
             "corpus, or use a larger --val-fraction",
             FEW_DOCUMENTS,
         )
-    print(arguments.out)
 
 
 def given_of(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
@@ -94,6 +113,7 @@ def add_prepare(add: Callable[..., argparse.ArgumentParser]) -> None:
     sub.add_argument("--shard-tokens", type=count, help="tokens per shard; default: 100M")
     sub.add_argument(
         "--val-fraction", type=float,
-        help="the fraction of the documents for validation; default: 0.005",
+        help="the fraction of the documents for validation or, if that is none of them, of the "
+        "tokens, from the end of the last document; default: 0.005",
     )  # fmt: skip
     sub.add_argument("--workers", type=int, help="processes that encode; default: all cores")

@@ -1,5 +1,5 @@
-"""The commands about single runs: train, resume, extend, branch, trunk, show, sample, export,
-demo, named-runs.
+"""The commands about single runs: train, check, resume, extend, branch, trunk, show, sample,
+export, demo, named-runs.
 
 Commands import what they need when they run: torch takes seconds.
 """
@@ -7,6 +7,7 @@ Commands import what they need when they run: torch takes seconds.
 import argparse
 import logging
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
@@ -20,6 +21,7 @@ from angular_lab.config.spec import CHANGEABLE, Spec
 from angular_lab.errors import UserError
 from angular_lab.log import is_first_rank
 from angular_lab.run_folder import RUNS, RunFolder
+from angular_lab.status.screen import CLEAR, Shown
 
 if TYPE_CHECKING:
     from angular_lab.training.build import Models
@@ -32,7 +34,9 @@ log = logging.getLogger(__name__)
 
 
 def _spec(arguments: argparse.Namespace) -> Spec:
-    return override(named_run(arguments.named_run), arguments.overrides)
+    sampling = getattr(arguments, "sample_every", None)
+    more = [] if sampling is None else [f"sample_every={sampling}"]
+    return override(named_run(arguments.named_run), [*arguments.overrides, *more])
 
 
 def _print_folder(folder: Path) -> None:
@@ -44,7 +48,8 @@ def _stoppable() -> "Sigterm":
     """Return the context of a command that trains: SIGTERM and the first Ctrl-C save and exit."""
     from angular_lab.training.signals import Sigterm
 
-    return Sigterm(signal.SIGINT, notice=STOPPING if is_first_rank() else "")
+    notice = f"{CLEAR * sys.stderr.isatty()}{STOPPING}"  # in place of the status line
+    return Sigterm(signal.SIGINT, notice=notice if is_first_rank() else "")
 
 
 def _resume(text: str) -> str | int:
@@ -56,7 +61,7 @@ def _resume(text: str) -> str | int:
         raise argparse.ArgumentTypeError(f"{text}: write auto, never or a step") from None
 
 
-def _horizons(text: str) -> list[int]:
+def horizons(text: str) -> list[int]:
     try:
         steps = sorted({count(part) for part in text.split(",")})
     except ValueError:
@@ -80,7 +85,11 @@ def _point(text: str) -> int | Fraction:
 
 
 def _train(
-    spec: Spec, out: Path, arguments: argparse.Namespace, models: "Models | None" = None
+    spec: Spec,
+    out: Path,
+    arguments: argparse.Namespace,
+    models: "Models | None" = None,
+    shown: Shown = "all",
 ) -> None:
     from angular_lab.training.start import train
 
@@ -88,9 +97,34 @@ def _train(
     step = resume if isinstance(resume, int) else None
     if resume == "auto":
         _note_fresh_start(out)
+    _refuse(spec, out, arguments.device)
     with _stoppable():
-        train(spec, out, resume != "never", arguments.device, models=models, resume_step=step)
+        train(
+            spec, out, resume != "never", arguments.device, models=models, resume_step=step,
+            shown=shown,
+        )  # fmt: skip
     _print_folder(out)
+
+
+def _refuse(spec: Spec, out: Path, device: str) -> None:
+    """Refuse a new run that cannot work, before anything is written."""
+    from angular_lab.check import refuse
+
+    if is_first_rank() and not RunFolder(out).started:
+        refuse(spec, out, device)
+
+
+def check(arguments: argparse.Namespace) -> int:
+    """Check a run; return 2 if it cannot work."""
+    from angular_lab.check import check as examine
+    from angular_lab.check import passed, to_json, to_text
+    from angular_lab.training.start import default_folder
+
+    spec = _spec(arguments)
+    out = arguments.out or default_folder(spec)
+    findings = examine(spec, out, arguments.device)
+    print(to_json(out, findings) if arguments.json else to_text(out, findings))
+    return 0 if passed(findings) else 2
 
 
 def train(arguments: argparse.Namespace) -> None:
@@ -111,18 +145,18 @@ def branch(arguments: argparse.Namespace) -> None:
         raise UserError(
             f"{option} is for one branch, and --at has {len(specs)} points: leave it out"
         )
-    models = Models()
+    models, shown = Models(), "all" if len(specs) == 1 else "steps"
     for spec in specs:
         name = f"{arguments.run.name}-at{spec.parent_step}-decay{spec.decay_steps}"
         out = arguments.out or arguments.run.with_name(name)
-        _train(override(spec, arguments.overrides), out, arguments, models)
+        _train(override(spec, arguments.overrides), out, arguments, models, shown)
 
 
 def resume(arguments: argparse.Namespace) -> None:
     from angular_lab.training.start import resume
 
     with _stoppable():
-        resume(arguments.run, arguments.overrides, arguments.device, arguments.start)
+        resume(arguments.run, arguments.overrides, arguments.device, arguments.start, "all")
     _print_folder(arguments.run)
 
 
@@ -130,7 +164,7 @@ def extend(arguments: argparse.Namespace) -> None:
     from angular_lab.training.start import extend
 
     with _stoppable():
-        extend(arguments.run, arguments.to, arguments.overrides, arguments.device)
+        extend(arguments.run, arguments.to, arguments.overrides, arguments.device, "all")
     _print_folder(arguments.run)
 
 
@@ -147,8 +181,9 @@ def trunk(arguments: argparse.Namespace) -> None:
     spec = trunk_spec(base, list(starts.values()))
     out: Path = arguments.out or trunk_folder(Path(RUNS), spec, data_id(spec))
     models = Models()  # one for all: compiled once, branch points in memory
+    _refuse(spec, out, arguments.device)
     with _stoppable():
-        extend_trunk(spec, out, arguments.device, models)
+        extend_trunk(spec, out, arguments.device, models, "all")
         for horizon, start in starts.items():
             cooldown = cooldown_spec(spec, str(out), start, horizon)
             named = out.with_name(f"{out.name}-to{horizon}")
@@ -170,7 +205,8 @@ def show(arguments: argparse.Namespace) -> None:
 
 
 def sample(arguments: argparse.Namespace) -> None:
-    from angular_lab.sample import check_sampling, generate, load_run, tokenizer_of
+    from angular_lab.data.evaluated_text import tokenizer_of
+    from angular_lab.sample import check_sampling, generate, load_run
     from angular_lab.training.start import prepared_data
 
     names = ("length", "temperature", "seed")
@@ -182,10 +218,11 @@ def sample(arguments: argparse.Namespace) -> None:
 
 
 def export(arguments: argparse.Namespace) -> None:
+    from angular_lab.data.evaluated_text import tokenizer_of
     from angular_lab.data.prepare import TOKENIZER
     from angular_lab.export.huggingface import check_target
     from angular_lab.export.huggingface import export as write
-    from angular_lab.sample import load_run, tokenizer_of
+    from angular_lab.sample import load_run
     from angular_lab.training.start import data_place
 
     check_target(arguments.out, arguments.overwrite)
@@ -233,6 +270,8 @@ def add_commands(add: Add) -> None:
     device: dict[str, Any] = {"default": "", "help": "cpu or cuda; default: cuda if available"}
     for name, function, summary, first in (
         ("train", train, "train a named run", "named_run"),
+        ("check", check, "check a run before it starts: memory and time of a real step, disk, "
+         "data, schedule", "named_run"),
         ("branch", branch, "cool down from checkpoints of a run", "run"),
         ("trunk", trunk, "train at a constant learning rate, and cool down to several horizons",
          "named_run"),
@@ -244,28 +283,38 @@ def add_commands(add: Add) -> None:
         if name != "show":
             sub.add_argument("--out", type=Path, help="run folder; default: one of its own in runs")
             sub.add_argument("--device", **device)
-        if name in ("train", "branch"):
-            sub.add_argument(
-                "--resume", type=_resume, default="never", metavar="auto|never|STEP",
-                help="continue from the newest checkpoint, or from that of a step",
-            )  # fmt: skip
-        if name == "branch":
-            sub.add_argument(
-                "--at",
-                type=_points,
-                required=True,
-                metavar="POINT,POINT",
-                help="where to start: steps, or shares of the run's steps like 80%%",
-            )
-            sub.add_argument("--decay", type=_point, metavar="STEPS|SHARE",
-                             help="of a cooldown: steps, or a share like 20%% of all steps to its "
-                             "end; default: the run's schedule.decay")  # fmt: skip
-        if name == "trunk":
-            sub.add_argument("--horizons", type=_horizons, required=True, metavar="STEPS,STEPS",
-                             help="where the cooldowns end")  # fmt: skip
-            sub.add_argument("--decay", type=float, help="share of each; default: the run's own")
+        if name == "check":
+            sub.add_argument("--json", action="store_true", help="print JSON instead of text")
+        _add_options(sub, name)
     _add_continuing(add, device)
     _add_uses(add)
+
+
+def _add_options(sub: argparse.ArgumentParser, name: str) -> None:
+    """Add the options that only some of the commands have."""
+    if name in ("train", "branch"):
+        sub.add_argument(
+            "--resume", type=_resume, default="never", metavar="auto|never|STEP",
+            help="continue from the newest checkpoint, or from that of a step",
+        )  # fmt: skip
+    if name == "train":
+        sub.add_argument("--sample-every", metavar="STEPS", help="generate text every N steps; "
+                         "the same as sample_every=STEPS")  # fmt: skip
+    if name == "branch":
+        sub.add_argument(
+            "--at",
+            type=_points,
+            required=True,
+            metavar="POINT,POINT",
+            help="where to start: steps, or shares of the run's steps like 80%%",
+        )
+        sub.add_argument("--decay", type=_point, metavar="STEPS|SHARE",
+                         help="of a cooldown: steps, or a share like 20%% of all steps to its "
+                         "end; default: the run's schedule.decay")  # fmt: skip
+    if name == "trunk":
+        sub.add_argument("--horizons", type=horizons, required=True, metavar="STEPS,STEPS",
+                         help="where the cooldowns end")  # fmt: skip
+        sub.add_argument("--decay", type=float, help="share of each; default: the run's own")
 
 
 def _add_continuing(add: Add, device: dict[str, Any]) -> None:

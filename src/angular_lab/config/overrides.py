@@ -17,6 +17,29 @@ from angular_lab.errors import UserError
 S = TypeVar("S")
 
 WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+# What other programs call a setting.
+ALIASES = {
+    "learning_rate": "optim.lr", "max_lr": "optim.lr", "peak_lr": "optim.lr",
+    "optimizer": "optim.name", "wd": "optim.weight_decay", "betas": "optim.beta1",
+    "adam_beta1": "optim.beta1", "adam_beta2": "optim.beta2",
+    "n_layer": "model.layers", "n_layers": "model.layers", "num_layers": "model.layers",
+    "num_hidden_layers": "model.layers", "depth": "model.layers",
+    "n_embd": "model.width", "d_model": "model.width", "hidden_size": "model.width",
+    "n_head": "model.heads", "n_heads": "model.heads", "num_heads": "model.heads",
+    "num_attention_heads": "model.heads", "num_key_value_heads": "model.kv_heads",
+    "d_ff": "model.mlp", "intermediate_size": "model.mlp", "vocab_size": "model.vocabulary",
+    "seq_len": "model.sequence", "sequence_length": "model.sequence",
+    "block_size": "model.sequence", "context_length": "model.sequence",
+    "max_position_embeddings": "model.sequence", "tie_word_embeddings": "model.tied",
+    "batch_size": "batch", "global_batch_size": "batch", "micro_batch_size": "micro_batch",
+    "per_device_train_batch_size": "micro_batch", "max_steps": "steps", "iterations": "steps",
+    "num_train_steps": "steps", "max_iters": "steps", "warmup_steps": "schedule.warmup",
+    "warmup_iters": "schedule.warmup", "lr_schedule": "schedule.kind",
+    "lr_scheduler_type": "schedule.kind", "grad_clip": "clip", "max_grad_norm": "clip",
+    "dataset": "data", "eval_interval": "eval_every", "eval_steps": "eval_every",
+    "log_interval": "log_every", "logging_steps": "log_every", "save_interval": "save_every",
+    "save_steps": "save_every", "dtype": "precision", "report_to": "loggers",
+}  # fmt: skip
 KINDS = {bool: "true or false", int: "an integer", float: "a number", NoneType: "none"}
 
 
@@ -36,10 +59,25 @@ def _unknown(spec: Any, key: str) -> str:
     valid = keys(spec)
     if parts := [name for name in valid if name.startswith(f"{key}.")]:
         return f"'{key}' has parts: set one of {', '.join(parts[:4])}, ..."
-    last = key.rpartition(".")[2]
+    nearest = _nearest(valid, key)
+    hint = f"did you mean {nearest}?" if nearest else "`angular-lab train --help` lists all keys"
+    return f"unknown key '{key}'; {hint}"
+
+
+def _nearest(valid: list[str], key: str) -> str | None:
+    """Return the key that was probably meant: the same name in another section, what other
+    programs call it, or a similar name in the same section."""
+    section, _, last = key.rpartition(".")
     same = [name for name in valid if name.rpartition(".")[2] == last]
-    nearest = (same or get_close_matches(key, valid, n=1, cutoff=0.0))[0]
-    return f"unknown key '{key}'; did you mean {nearest}?"
+    if same or last in ALIASES:
+        return same[0] if same else ALIASES[last]
+    names = {name.rpartition(".")[2]: name for name in reversed(valid)}
+    if section:
+        names = {k: name for k, name in names.items() if name.rpartition(".")[0] == section}
+    near = get_close_matches(last, names, n=1)
+    if not near and sorted(last) in (letters := {k: sorted(k) for k in names}).values():
+        near = [k for k in names if letters[k] == sorted(last)]  # rl for lr
+    return names[near[0]] if near else None
 
 
 def _set(spec: Any, path: list[str], text: str, key: str) -> Any:

@@ -58,6 +58,7 @@ class OptimSpec:
     split_blocks: bool = True  # step the blocks of fused matrices separately
     tangent_steps: int = 1  # dual steps of orthogonalize=tangent
     row_beta: float | None = None  # of NorMuon's second moment; none: the optimizer's own
+    state_dtype: str | None = None  # of the momentum: bfloat16, int8; none: float32
     retired: tuple[str, ...] = ()  # options of earlier versions; a run with any can only be read
 
     def with_all_rates(self) -> "OptimSpec":
@@ -102,9 +103,10 @@ class Spec:
     pins: tuple[int, ...] = ()  # steps whose checkpoints always stay: branch points
     log_every: int | None = 10  # steps; none: with evaluations and angles only
     angle_every: int | None = 50  # steps; none: never
+    sample_every: int | None = None  # steps between samples of generated text; none: never
     average: tuple[Window, ...] = ()  # windows of averages to evaluate: steps, or below 1 a share
     on_nan: str = "stop"  # stop, skip
-    precision: str = "bf16"  # bf16 (autocast), fp32
+    precision: str = "bf16"  # bf16 (autocast), bf16_weights (matrices are stored so, too), fp32
     compile: bool = True  # torch.compile
     deterministic: bool = True  # bit-equal repeats on one machine
     parallel: str = "ddp"  # with several ranks: ddp, fsdp
@@ -120,7 +122,7 @@ class Spec:
     def __post_init__(self) -> None:
         choices = {
             "on_nan": (self.on_nan, ("stop", "skip")),
-            "precision": (self.precision, ("bf16", "fp32")),
+            "precision": (self.precision, ("bf16", "bf16_weights", "fp32")),
             "parallel": (self.parallel, ("ddp", "fsdp")),
             "schedule.kind": (self.schedule.kind, ("wsd", "cosine", "constant")),
         }
@@ -129,7 +131,7 @@ class Spec:
                 raise UserError(f"{key}={value}: it must be one of {', '.join(valid)}")
         least = {"steps": 1, "batch": 1, "micro_batch": 1, "keep": 1, "seed": 0, "log_every": 1,
                  "eval_every": 1, "save_every": 1, "angle_every": 1, "eval_tokens": 1,
-                 "tensor": 1}  # fmt: skip
+                 "sample_every": 1, "tensor": 1}  # fmt: skip
         for key, low in least.items():
             value = getattr(self, key)
             if value is not None and value < low:
@@ -257,7 +259,7 @@ DASHBOARD = frozenset({
 })  # fmt: skip
 CHANGEABLE = DASHBOARD | {
     "micro_batch", "eval_every", "save_every", "keep", "pins", "log_every", "angle_every",
-    "compile", "deterministic", "parallel", "tensor",
+    "sample_every", "compile", "deterministic", "parallel", "tensor",
 }  # fmt: skip
 LENGTH = frozenset({"steps", "pins"})  # of a trunk: it may grow, and keeps its folder
 # What the identity leaves out: these, and the schedule, which it states by its effect. A new

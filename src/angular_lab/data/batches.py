@@ -67,8 +67,7 @@ class Tokens:
             raise UserError(
                 f"{self.folder} has no {self.split} tokens: none of its "
                 f"{sum(s.documents for s in manifest.splits.values())} documents is in that split; "
-                "prepare more or shorter documents (a document is never divided), or use a larger "
-                "--val-fraction, in another folder"
+                "prepare again in another folder, with more documents or a larger --val-fraction"
             )
         verify(self.folder, split.files)
         self.bytes_per_token = split.bytes / split.tokens

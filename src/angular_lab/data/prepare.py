@@ -58,8 +58,9 @@ def prepare(
     """Write train_00000.bin, ..., val_00000.bin, ..., tokenizer.json and, last, manifest.json.
 
     Every document follows an end-of-text token. A hash of `seed` and the document decides whether
-    it is for validation. Preparation stops at the last document, or at exactly `tokens` train
-    tokens.
+    it is for validation. If none is, as in a corpus of one text, the end of the last document is,
+    and the manifest has the number of its tokens as `held_out`. Preparation stops at the last
+    document, or at exactly `tokens` train tokens.
 
     Called again after a kill with the same arguments, it resumes, and the result is identical to
     the byte. A finished folder is left alone. `workers` (default: all cores) changes no byte.
@@ -228,6 +229,7 @@ class Preparation:
     dtype: np.dtype
     documents: int = 0
     chain: str = ""  # a hash over the hashes of all documents so far
+    held_out: int = 0  # tokens of the last document that are for validation
     splits: dict[str, SplitWriter] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -258,18 +260,52 @@ class Preparation:
         self.save()  # first, so that a folder left by a kill is recognized
         return chain([first], texts)
 
-    def add(self, document: Encoded) -> None:
+    def add(self, document: Encoded, last: bool = False) -> None:
         """Add a document; if it fills a shard, write the shard and the journal."""
+        held_out = self._held_out(document, last)
         self._count(document.digest)
+        if held_out:
+            filled = self._divide(document, held_out)
+        else:
+            split = self.splits["val" if self._is_val(document) else "train"]
+            ids, size = document.ids, document.size
+            if split.name == "train" and self.tokens + ids.size > self.goal:
+                room = int(self.goal) - self.tokens
+                ids, size = ids[:room], size * room // ids.size  # bytes in proportion
+            filled = split.add(ids, size)
+        if filled:
+            self.save()
+
+    def _is_val(self, document: Encoded) -> bool:
         # By the hash, so that neither the order nor the number of workers matters.
         fraction = int.from_bytes(document.digest[:8], "big") / 2**64
-        split = self.splits["val" if fraction < self.arguments["val_fraction"] else "train"]
-        ids, size = document.ids, document.size
-        if split.name == "train" and self.tokens + ids.size > self.goal:
-            room = int(self.goal) - self.tokens
-            ids, size = ids[:room], size * room // ids.size  # bytes in proportion
-        if split.add(ids, size):
-            self.save()
+        return bool(fraction < self.arguments["val_fraction"])
+
+    def _held_out(self, document: Encoded, last: bool) -> int:
+        """Return how many tokens at the end of a document are for validation: none unless it is the
+        last one and no other is, and at most half of it."""
+        train, val, size = self.splits["train"], self.splits["val"], document.ids.size
+        last = last or train.tokens + size >= self.goal
+        needs_both = not val.tokens and not (self._is_val(document) and train.tokens)
+        share = self.arguments["val_fraction"]
+        if not (last and needs_both and share):
+            return 0
+        total = min(train.tokens + size, self.goal)
+        return min(max(1, round(share * total)), (size - 1) // 2)
+
+    def _divide(self, document: Encoded, held_out: int) -> bool:
+        """Add a document's end to the validation split, after an end of text, and the rest, as far
+        as there is room, to the other; True if a shard was filled."""
+        ids, size, words = document.ids, document.size, document.ids.size - 1
+        rest = ids[:-held_out][: int(min(ids.size, self.goal - self.tokens))]
+        end = np.concatenate([ids[:1], ids[-held_out:]])
+        parts = {"train": rest, "val": end}
+        self.held_out = held_out
+        filled = [
+            self.splits[name].add(part, size * (part.size - 1) // words)  # bytes in proportion
+            for name, part in parts.items()
+        ]
+        return any(filled)
 
     def _count(self, document_digest: bytes) -> None:
         self.documents += 1
@@ -282,6 +318,7 @@ class Preparation:
             "arguments": self.arguments,
             "documents": self.documents,
             "chain": self.chain,
+            "held_out": self.held_out,
             "splits": {name: asdict(writer.split) for name, writer in self.splits.items()},
         }
         about = np.frombuffer(json.dumps(content).encode(), np.uint8)
@@ -295,6 +332,7 @@ class Preparation:
             remainders = {name: journal[name] for name in SPLITS}
         _compare(self.folder, content["arguments"], self.arguments)
         self.documents, self.chain = content["documents"], content["chain"]
+        self.held_out = content.get("held_out", 0)  # earlier versions have none
         for name, writer in self.splits.items():
             writer.restore(Split.from_dict(content["splits"][name]), remainders[name])
 
@@ -322,8 +360,11 @@ class Preparation:
             mininterval=0.2 if sys.stderr.isatty() else 10, disable=not progress,
         )  # fmt: skip
         with closing(stream), bar:
-            while self.tokens < self.goal and (document := next(stream, None)) is not None:
-                self.add(document)
+            document = next(stream, None)
+            while self.tokens < self.goal and document is not None:
+                following = next(stream, None)
+                self.add(document, last=following is None)
+                document = following
                 bar.set_postfix_str(f"{self.documents:,} documents", refresh=False)
                 bar.update(self.tokens - bar.n)
 
@@ -331,7 +372,8 @@ class Preparation:
         """Write the remaining tokens and the manifest."""
         splits = {name: writer.finish() for name, writer in self.splits.items()}
         vocabulary, end_of_text = tokenizer.vocabulary, tokenizer.end_of_text
-        manifest = Manifest(self.arguments, vocabulary, end_of_text, self.dtype.name, splits)
+        arguments = self.arguments | ({"held_out": self.held_out} if self.held_out else {})
+        manifest = Manifest(arguments, vocabulary, end_of_text, self.dtype.name, splits)
         manifest.save(self.folder)
         (self.folder / JOURNAL).unlink(missing_ok=True)  # another process may see the manifest
         return manifest

@@ -39,6 +39,10 @@ class Tokenizer(ABC):
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]
 
+    def count_bytes(self, ids: Sequence[int]) -> int:
+        """Return the bytes of the text that the ids of one document stand for."""
+        return len(self.decode(ids).encode())
+
     def save(self, path: Path) -> None:
         """Write a JSON file from which `load_tokenizer` restores this tokenizer."""
         with atomic_file(Path(path)) as file:
@@ -58,6 +62,9 @@ class BytesTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [list(text.encode()) for text in texts]
+
+    def count_bytes(self, ids: Sequence[int]) -> int:
+        return len(ids)  # also if a character is cut
 
     def decode(self, ids: Sequence[int]) -> str:
         end = END_OF_TEXT.encode()

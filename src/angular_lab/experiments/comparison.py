@@ -153,6 +153,7 @@ EXPERIMENTS: dict[str, Callable[[str], Experiment]] = {
     "average": extensions.average,
     "concurrent": extensions.concurrent,
     "schedules": extensions.schedules,
+    "storage": extensions.storage,
     "one-pass": one_pass.one_pass,
     "one-pass-long": one_pass.one_pass_long,
 }

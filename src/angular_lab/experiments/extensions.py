@@ -165,5 +165,28 @@ def schedules(scale: str) -> Experiment:
     return Experiment("schedules", scale, title, arms, HORIZONS[scale][-1:], SEEDS[scale], first)
 
 
+def storage(scale: str) -> Experiment:
+    """Store the momentum in 8 bits, with float32 and with bf16 weights: does it cost loss? Nothing
+    is chosen, so every seed judges."""
+    rate, plain = tuned_rate(scale, OURS), trained_by(base(scale), OURS)
+    eight_bit = trained_by(base(scale), OURS, state_dtype="int8")
+    specs = {
+        OURS: plain,
+        "8-bit momentum": eight_bit,
+        "bf16 weights": replace(plain, precision="bf16_weights"),
+        "bf16 weights, 8-bit momentum": replace(eight_bit, precision="bf16_weights"),
+    }
+    arms = tuple(Arm(label, spec, (rate,)) for label, spec in specs.items())
+    names = [*specs]
+    pairs = ((names[1], names[0]), (names[2], names[0]), (names[3], names[2]))
+    seeds = (1, 2, 3) if scale == "s" else SEEDS[scale]
+    horizon = HORIZONS[scale][-1:]
+    title = "Momentum in 8 bits, and weights in 16"
+    chosen_on = tuning_seed(scale)
+    return Experiment(
+        "storage", scale, title, arms, horizon, seeds, OURS, pairs, tuning_seed=chosen_on
+    )
+
+
 def _around(rate: float) -> tuple[float, ...]:
     return rate / 2, rate, 2 * rate

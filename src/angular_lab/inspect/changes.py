@@ -6,6 +6,7 @@ from typing import Any
 from angular_lab.config.named_runs import NAMED_RUNS
 from angular_lab.config.overrides import as_typed, differences
 from angular_lab.config.spec import Spec, get
+from angular_lab.evaluations import read_evaluations
 from angular_lab.inspect.listing import Summary, age, summarize
 from angular_lab.report.tables import text_table
 from angular_lab.run_folder import Run
@@ -37,13 +38,19 @@ def describe_run(run: Run) -> str:
         rows = [
             {"": key, run.spec.name: old, "this run": new} for key, (old, new) in changes.items()
         ]
-        table = "\n".join(f"  {line}".rstrip() for line in text_table(rows).splitlines())
-        parts.append(f"Settings that differ from {name}\n{table}")
+        parts.append(f"Settings that differ from {name}\n{_indented(text_table(rows))}")
     else:
         parts.append(f"No setting differs from {name}.")
+    if evaluations := read_evaluations(run.folder, []):
+        listed = text_table([evaluation.row for evaluation in evaluations])
+        parts.append("Evaluations on other text\n" + _indented(listed))
     if command := _command(run.spec, changes):
         parts.append(f"The same run again\n  {command}")
     return "\n\n".join(parts)
+
+
+def _indented(table: str) -> str:
+    return "\n".join(f"  {line}".rstrip() for line in table.splitlines())
 
 
 def _facts(run: Run, summary: Summary) -> str:

@@ -21,6 +21,7 @@ from angular_lab.inspect.listing import Summary, summarize
 from angular_lab.report.tables import (
     Mark,
     difference,
+    form,
     loss,
     short_number,
     text_table,
@@ -61,6 +62,8 @@ class Comparison:
     environment: dict[str, dict[str, str]]  # versions and devices that differ
     losses: list[LossRow]
     reached: list[TokensRow]
+    speeds: dict[str, float | None]  # median tokens per second
+    shared: dict[str, bool | None]  # other processes used the device; None: unknown
     notes: list[str]
 
 
@@ -87,6 +90,8 @@ def compare(folders: Sequence[Path], warnings: list[str]) -> Comparison:
         environment=_environment(runs),
         losses=losses_at_equal_tokens(curves) if usable else [],
         reached=tokens_to_equal_loss(curves) if usable else [],
+        speeds={letter: run.speed for letter, run in runs.items()},
+        shared={letter: run.shared_device for letter, run in runs.items()},
         notes=notes,
     )
 
@@ -215,6 +220,8 @@ def to_text(result: Comparison) -> str:
         parts.append(f"Validation loss at equal tokens\n{_indent(_loss_table(result))}")
     if result.reached:
         parts.append(f"Tokens to equal validation loss\n{_indent(_tokens_table(result))}")
+    if any(result.speeds.values()):
+        parts.append(f"Tokens per second, median\n{_indent(_speed_table(result))}")
     return "\n\n".join([*parts, "\n".join(map(fill, result.notes))])
 
 
@@ -273,6 +280,19 @@ def _tokens_table(result: Comparison) -> str:
         ["earlier: before the first evaluation"] if any(x.earlier for x in result.reached) else []
     )
     return f"{text_table(rows)}\n{'; '.join(notes)}"
+
+
+def _speed_table(result: Comparison) -> str:
+    row = {
+        letter: value and Mark(value, "", form(value) + " shared" * bool(result.shared[letter]))
+        for letter, value in result.speeds.items()
+    }
+    notes = []
+    if any(result.shared.values()):
+        notes.append("shared: other processes used the device; compare no times with this one")
+    if unknown := [x for x, shared in result.shared.items() if shared is None]:
+        notes.append(f"whether {', '.join(unknown)} had the device alone was not recorded")
+    return "\n".join([text_table([row]), *notes])
 
 
 def _against(line: TokensRow, letter: str) -> str:

@@ -3,7 +3,6 @@
 No torch here: a listing should appear at once.
 """
 
-import fcntl
 import json
 import os
 import time
@@ -15,7 +14,7 @@ from typing import Any
 
 from angular_lab.errors import UserError
 from angular_lab.report.tables import Mark, loss, short_number, text_table
-from angular_lab.run_folder import DIVERGED, SPEC, STOPPED, Run, RunFolder, read_run
+from angular_lab.run_folder import DIVERGED, SPEC, STOPPED, Run, RunFolder, is_locked, read_run
 
 SKIPPED = ("checkpoints", "workers")  # folders that hold no runs
 DIGEST = 8  # characters at the end of a folder's name in a store
@@ -89,19 +88,6 @@ def _id(name: str) -> str:
     digest = name.rpartition("-")[2]
     is_digest = len(digest) == DIGEST and all(c in HEXADECIMAL for c in digest)
     return digest if is_digest and "-seed" in name else name
-
-
-def is_locked(folder: Path) -> bool:
-    """True if a process holds the run. The lock is tested and never waited for; a file that a dead
-    process left is not locked."""
-    try:
-        with open(folder / "LOCK") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
 
 
 def state_of(run: Run) -> tuple[str, str]:

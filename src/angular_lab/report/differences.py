@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from textwrap import wrap
 
 from angular_lab.experiments.statistics import LEAST, Outcome, verdict
 from angular_lab.report.plots import Figure, Kind, Panel, Trace
 from angular_lab.report.read import SweepResults
 from angular_lab.report.results import key_of
-from angular_lab.report.tables import tokens_form
+from angular_lab.report.tables import tokens_form, with_minus
 
 # Outcomes differ in colour and in shape: an open pair is a ring.
 LOOKS: dict[Outcome, tuple[str, int, Kind]] = {
@@ -15,31 +16,51 @@ LOOKS: dict[Outcome, tuple[str, int, Kind]] = {
     "reversed": ("reversed", 1, "settled"),
     "inconclusive": ("open", 6, "open"),
 }
+READING = (
+    "Whiskers: 95% interval, with an arrow where it is cut. Rings are open pairs. Grey: "
+    f"differences below {LEAST:g}, which do not count."
+)
+HEADING = 46  # characters that fit across a figure
 ROOM = 0.6  # of the dots' range to each side; whiskers that are longer are cut
 
 
 @dataclass(frozen=True)
 class Difference:
-    name: str
+    pair: str  # of methods
+    tokens: str
     outcome: Outcome
     mean: float
     interval: tuple[float, float] | None  # None for one seed
 
+    @property
+    def note(self) -> str:
+        return f"{with_minus(f'{self.mean:+.4f}')} {LOOKS[self.outcome][0]}"
+
 
 def differences(sweep: SweepResults) -> list[Difference]:
     """Return the judged differences of all pairs at all horizons."""
-    firsts = {a for a, _ in sweep.pairs}
-    found = []
-    for a, b in sweep.pairs:
-        for horizon in sweep.horizons:
-            result = verdict(sweep.judged(a, horizon), sweep.judged(b, horizon))
-            if result.paired.mean is None:
-                continue
-            name = b if len(firsts) == 1 else f"{a} - {b}"
-            if len(sweep.horizons) > 1:
-                name += f", {tokens_form(sweep.tokens(horizon))}"
-            found.append(Difference(name, result.outcome, result.paired.mean, result.interval))
-    return found
+    return [
+        difference
+        for a, b in sweep.pairs
+        for horizon in sweep.horizons
+        if (difference := _difference(sweep, a, b, horizon)) is not None
+    ]
+
+
+def _difference(sweep: SweepResults, a: str, b: str, horizon: int) -> Difference | None:
+    result = verdict(sweep.judged(a, horizon), sweep.judged(b, horizon))
+    if result.paired.mean is None:
+        return None
+    tokens = tokens_form(sweep.tokens(horizon))
+    name = pair_name(sweep, a, b)
+    return Difference(name, tokens, result.outcome, result.paired.mean, result.interval)
+
+
+def pair_name(sweep: SweepResults, a: str, b: str) -> str:
+    """Return how a pair is called where the sweep is known: by its second method if the first is
+    always the same."""
+    firsts = {first for first, _ in sweep.pairs}  # not a and b: a sentence may quote them
+    return b if len(firsts) == 1 else f"{a} against {b}"
 
 
 def difference_figure(sweep: SweepResults) -> Figure | None:
@@ -47,19 +68,60 @@ def difference_figure(sweep: SweepResults) -> Figure | None:
     rows = differences(sweep)
     if not rows:
         return None
-    limits = _limits(rows)
-    traces = [trace for outcome in LOOKS for trace in _traces(rows, outcome, limits)]
     firsts = sorted({a for a, _ in sweep.pairs})
-    what = f"loss of {firsts[0]} minus the other's" if len(firsts) == 1 else "difference of losses"
-    names = [row.name for row in rows]
-    panel = Panel(traces, what, "", y_names=names, x_limits=limits, x_band=LEAST)
+    what = f"loss of {firsts[0]} minus the other's"
+    if len(firsts) > 1 or len(what) > 40:
+        what = "difference of losses"
     better = "the first method" if len(firsts) > 1 else firsts[0]
+    caption = f"Every difference, seed by seed: left of zero {better} is better. {READING}"
+    groups: dict[str, list[tuple[str, Difference]]] = {}
+    for row in rows:
+        heading = row.pair if len(firsts) > 1 else f"against {row.pair}"
+        tokens = row.tokens if len(sweep.horizons) > 1 else ""
+        groups.setdefault(heading, []).append((tokens, row))
+    return Figure(key_of(sweep, "differences"), _panel(groups, what), caption)
+
+
+def closest_figure(sweeps: Sequence[SweepResults], key: str) -> Figure | None:
+    """Draw each sweep's closest comparison at its last horizon; None if none has two seeds."""
+    groups: dict[str, list[tuple[str, Difference]]] = {}
+    for sweep in sweeps:
+        last = [_difference(sweep, a, b, sweep.horizons[-1]) for a, b in sweep.pairs]
+        judged = [row for row in last if row is not None and row.interval is not None]
+        if judged:
+            closest = min(judged, key=lambda row: abs(row.mean))
+            name = closest.pair if " against " in closest.pair else f"against {closest.pair}"
+            groups.setdefault(f"{sweep.experiment}: {name}", []).append(("", closest))
+    if not groups:
+        return None
     caption = (
-        f"Every difference, seed by seed: left of zero {better} is better. Whiskers: 95% interval, "
-        "with an arrow where it is cut. Rings are open pairs. Grey: differences below "
-        f"{LEAST:g}, which do not count."
+        "The closest comparison of every sweep at its last horizon: left of zero the method that "
+        f"the sweep is about is better. {READING}"
     )
-    return Figure(key_of(sweep, "differences"), panel, caption)
+    return Figure(key, _panel(groups, "difference of losses"), caption)
+
+
+def _panel(groups: dict[str, list[tuple[str, Difference]]], what: str) -> Panel:
+    """Return rows under headings: a pair's name is longer than a phone has room for on a side."""
+    names: list[str] = []
+    notes: list[str] = []
+    headings: list[int] = []
+    rows: list[tuple[int, Difference]] = []
+    for heading, members in groups.items():
+        for line in wrap(heading, HEADING):
+            headings.append(len(names))
+            names.append(line)
+            notes.append("")
+        for name, difference in members:
+            rows.append((len(names), difference))
+            names.append(name)
+            notes.append(difference.note)
+    limits = _limits([row for _, row in rows])
+    traces = [trace for outcome in LOOKS for trace in _traces(rows, outcome, limits)]
+    return Panel(
+        traces, what, "", y_names=names, y_headings=headings, y_notes=notes, x_limits=limits,
+        x_band=LEAST,
+    )  # fmt: skip
 
 
 def _limits(rows: Sequence[Difference]) -> tuple[float, float]:
@@ -75,9 +137,9 @@ def _limits(rows: Sequence[Difference]) -> tuple[float, float]:
 
 
 def _traces(
-    rows: Sequence[Difference], outcome: Outcome, limits: tuple[float, float]
+    rows: Sequence[tuple[int, Difference]], outcome: Outcome, limits: tuple[float, float]
 ) -> list[Trace]:
-    chosen = [(place, row) for place, row in enumerate(rows) if row.outcome == outcome]
+    chosen = [(place, row) for place, row in rows if row.outcome == outcome]
     if not chosen:
         return []
     label, color, kind = LOOKS[outcome]

@@ -2,50 +2,105 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import log, sqrt
+from math import sqrt
 from statistics import fmean, median
 
-from angular_lab.report.plots import Figure, Panel, Trace
+from angular_lab.report.headlines import ranking
+from angular_lab.report.heat_map import heat_map
+from angular_lab.report.plots import COLORS, DASHES, Figure, Panel, Trace
 from angular_lab.report.read import SweepResults, TrialResult, short
 from angular_lab.report.results import key_of
 from angular_lab.report.tables import seeds_form, tokens_form
 from angular_lab.run_folder import Run
 
-FAMILY = ("adamw", "angular_muown", "muown", "normuon", "muon")  # each has its colour everywhere
+# Each has its colour everywhere.
+FAMILY = (
+    "adamw", "angular_muown", "muown", "normuon", "muon", "magnitude_direction", "hyperball",
+)  # fmt: skip
 # Weight decay holds the angle only where it shortens the vector that the step is added to. In the
 # other optimizers it acts on a length that has no part in the direction.
 DECAYING = ("adamw", "muon", "normuon")
 GROWING = ("muon", "normuon", "muown", "normuown")  # rows grow without weight decay
+ANGLE_RANGE = 300  # highest over lowest angle of a figure
 UNIT_STEP = (None, "fan_ratio")  # scales at which a row's step has length lr
 
 
 def colors(names: Sequence[tuple[str, str]]) -> dict[str, int]:
-    """Return a colour by label, from (label, optimizer): the optimizer's own if it is free."""
-    taken: dict[str, int] = {}
+    """Return a colour by label, from (label, optimizer).
+
+    Methods of one optimizer share its colour and differ in their dashes. Those beyond the number
+    of dashes get colours that are free, as do all but the first if there is only one optimizer.
+    """
+    by_optimizer: dict[str, list[str]] = {}
     for label, optimizer in names:
-        if optimizer in FAMILY and FAMILY.index(optimizer) not in taken.values():
-            taken[label] = FAMILY.index(optimizer)
-    free = (i for i in range(len(names) + len(FAMILY)) if i not in taken.values())
-    rest = {label: next(free) for label, _ in names if label not in taken}
-    return taken | rest
+        by_optimizer.setdefault(optimizer, []).append(label)
+    share = len(by_optimizer) > 1
+    taken: dict[str, int] = {}
+    for optimizer, labels in by_optimizer.items():
+        if optimizer in FAMILY:
+            again = len(DASHES) if share else 1
+            for i, label in enumerate(labels[:again]):
+                taken[label] = FAMILY.index(optimizer) + i * len(COLORS)
+    free = (i for i in range(len(names) + 3 * len(COLORS)) if i not in taken.values())
+    return taken | {label: next(free) for label, _ in names if label not in taken}
 
 
 def sweep_figures(sweep: SweepResults) -> list[Figure]:
-    paint = colors([(label, sweep.optimizer(label)) for label in sweep.arms])
-    first = {
-        label: trials[sweep.seeds[0]]
-        for label in sweep.arms
-        if sweep.seeds[0] in (trials := sweep.at_best(label))
-    }
+    """Return all figures; the first is the headline: what a reader of this sweep comes for."""
+    paint, first = _paint(sweep), _first_trials(sweep)
+    by_value = value_figure(sweep, paint)
     figures = [
-        loss_curves(sweep, first, paint),
+        *([] if sweep.pairs else [by_value]),
         horizon_figure(sweep, paint),
+        final_figure(sweep, paint),
         horizon_figure(sweep, paint, sweep.ours) if sweep.ours else None,
-        value_figure(sweep, paint),
+        loss_curves(sweep, first, paint),
+        *([by_value] if sweep.pairs else []),
         angle_figure(sweep, first, paint),
         norm_figure(sweep, first, paint),
+        _heat_map(sweep, first),
     ]
     return [figure for figure in figures if figure is not None]
+
+
+def _paint(sweep: SweepResults) -> dict[str, int]:
+    """Return the colours of the sweep's methods; those without a run come last."""
+    drawn = sorted(sweep.arms, key=lambda arm: arm not in sweep.best)
+    return colors([(label, sweep.optimizer(label)) for label in drawn])
+
+
+def _first_trials(sweep: SweepResults) -> dict[str, TrialResult]:
+    """Return each method's trial at its best value with the first seed."""
+    seed = sweep.seeds[0]
+    return {arm: trials[seed] for arm in sweep.arms if seed in (trials := sweep.at_best(arm))}
+
+
+def final_figure(sweep: SweepResults, paint: dict[str, int]) -> Figure | None:
+    """Draw the final losses of a sweep with one horizon: a row for each method."""
+    losses = ranking(sweep)
+    if len(sweep.horizons) > 1 or not sweep.pairs or not losses:
+        return None
+    short_names = max(map(len, losses)) <= 18
+    names, notes, headings, traces = [], [], [], []
+    for label, by_seed in losses.items():
+        if not short_names:
+            headings.append(len(names))
+            names.append(label)
+            notes.append("")
+        mean, place = fmean(by_seed.values()), float(len(names))
+        rings = [*by_seed.values()], [place] * len(by_seed)
+        traces.append(Trace(*rings, paint[label] % len(COLORS), kind="points"))
+        traces.append(Trace([mean], [place], paint[label] % len(COLORS), kind="settled"))
+        names.append(label if short_names else "")
+        notes.append(f"{mean:.4f}")
+    panel = Panel(traces, "final loss", "", y_names=names, y_headings=headings, y_notes=notes)
+    seeds = sorted({seed for by_seed in losses.values() for seed in by_seed})
+    caption = (
+        f"Loss after the cooldown at {tokens_form(sweep.tokens(sweep.horizons[-1]))} tokens, the "
+        "lowest mean first: rings are runs, the dot is their mean. "
+        f"{seeds_form(seeds).capitalize()}."
+    )
+    return Figure(key_of(sweep, "finals"), panel, caption)
 
 
 def _chosen(sweep: SweepResults, trials: dict[str, TrialResult]) -> str:
@@ -87,9 +142,11 @@ def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float | N
     return ys[i] + (ys[i + 1] - ys[i]) * (x - xs[i]) / (xs[i + 1] - xs[i])
 
 
-def _branch(trunk: Run, run: Run, key: str) -> tuple[list[float], list[float]]:
-    """Return the series of a cooldown from where it leaves the trunk."""
+def branch(trunk: Run, run: Run, key: str) -> tuple[list[float], list[float]]:
+    """Return the series of a cooldown from the point of the trunk where it leaves."""
     xs, ys = run.series(key)
+    if not xs:
+        return [], []
     start = float(run.spec.parent_step * run.spec.tokens_per_step)
     level = interpolate(*trunk.series(key), start)
     return (xs, ys) if level is None else ([start, *xs], [level, *ys])
@@ -108,7 +165,7 @@ def loss_curves(
             traces.append(Trace(*run.series(key), paint[label], label))
         if trial.trunk:
             for run in trial.ends.values():
-                points = _branch(trial.trunk, run, key)
+                points = branch(trial.trunk, run, key)
                 traces.append(Trace(*points, paint[label], kind="branch"))
     if not any(trace.xs for trace in traces):
         return None
@@ -118,6 +175,38 @@ def loss_curves(
         how = "of the trunks at a constant learning rate, and of the cooldowns that leave them"
     caption = f"{what} loss {how}. {_chosen(sweep, trials)}"
     return Figure(key_of(sweep, "loss-curves"), panel, caption)
+
+
+def cooldown_figure(sweep: SweepResults) -> Figure | None:
+    """Draw the cooldowns of all lengths that leave the trunks; None if they have one length."""
+    paint, trials = _paint(sweep), _first_trials(sweep)
+    traces: list[Trace] = []
+    for label, trial in trials.items():
+        if trial.trunk is None or not (others := _other_cooldowns(sweep, trial)):
+            continue
+        usual = trial.ends.get(sweep.horizons[-1])
+        traces.append(Trace(*trial.trunk.series("val_loss"), paint[label], label))
+        for run in [*([usual] if usual else []), *others]:
+            points = branch(trial.trunk, run, "val_loss")
+            traces.append(Trace(*points, paint[label], kind="branch"))
+    if not traces:
+        return None
+    start = 0.6 * max(x for trace in traces for x in trace.xs)  # before it there is only the trunk
+    shown = [y for t in traces for x, y in zip(t.xs, t.ys, strict=True) if x >= start]
+    panel = Panel(traces, "tokens", "validation loss", y_top=1.01 * max(shown))
+    caption = "Cooldowns of different lengths, each from the point where it leaves its trunk. "
+    return Figure(key_of(sweep, "cooldowns"), panel, caption + _chosen(sweep, trials))
+
+
+def _other_cooldowns(sweep: SweepResults, trial: TrialResult) -> list[Run]:
+    """Return the cooldowns of another length that leave the same trunk."""
+    assert trial.trunk is not None
+    return [
+        run
+        for variant in sweep.variants
+        if variant.trunk and variant.trunk.folder == trial.trunk.folder
+        for run in variant.ends.values()
+    ]
 
 
 def loss_top(traces: Sequence[Trace]) -> float | None:
@@ -191,24 +280,13 @@ def value_figure(sweep: SweepResults, paint: dict[str, int]) -> Figure | None:
     if not sweep.has_choice or not traces:
         return None
     axis = sweep.axis
-    ticks = thinned(values)
-    panel = Panel(traces, f"{axis} (log)", "final loss", log_x=True, x_ticks=ticks)
+    panel = Panel(traces, f"{axis} (log)", "final loss", log_x=True, x_ticks=values)
     caption = (
         f"Final loss at {tokens_form(sweep.tokens(last))} tokens against {axis}, one seed ({first})"
         "; a star marks each method's best. Edge: it lies at the end of its grid, so the optimum "
         "may lie outside."
     )
     return Figure(key_of(sweep, "loss-by-value"), panel, caption)
-
-
-def thinned(values: Sequence[float]) -> list[float]:
-    """Return the values that have room for a tick."""
-    ticks: list[float] = []
-    least = log(values[-1] / values[0]) / 8
-    for value in values:
-        if not ticks or log(value / ticks[-1]) >= least:
-            ticks.append(value)
-    return ticks
 
 
 def angle_figure(
@@ -227,11 +305,20 @@ def angle_figure(
                 laws[expected.text] = None
     if not traces:
         return None
-    panel = Panel(traces, "tokens", "mean angle per step (rad)", log_y=True)
+    panel = Panel(
+        traces, "tokens", "mean angle per step (rad)", log_y=True, y_bottom=angle_bottom(traces)
+    )
     caption = f"Mean angle by which a step turns a row. {_chosen(sweep, trials)}"
     if laws:
         caption += f" Dashed, the theory: {'; '.join(laws)}."
     return Figure(key_of(sweep, "angles"), panel, caption)
+
+
+def angle_bottom(traces: Sequence[Trace]) -> float | None:
+    """Return where to cut off angles that a learning rate takes with it to zero."""
+    angles = [y for trace in traces for y in trace.ys if y > 0]
+    least = max(angles, default=0.0) / ANGLE_RANGE
+    return least if angles and min(angles) < least else None
 
 
 def norm_figure(
@@ -243,6 +330,15 @@ def norm_figure(
         return None
     caption = f"Mean length of the rows of the hidden matrices. {_chosen(sweep, trials)}"
     return Figure(key_of(sweep, "row-norms"), Panel(traces, "tokens", "mean row norm"), caption)
+
+
+def _heat_map(sweep: SweepResults, trials: dict[str, TrialResult]) -> Figure | None:
+    """Draw the angles of every matrix, of our method at its best value."""
+    if sweep.ours is None or sweep.ours not in trials:
+        return None
+    trial = trials[sweep.ours]
+    what = f"{sweep.ours} at {short(trial.axis)} {trial.value:g}, seed {trial.seed}"
+    return heat_map(path(trial), key_of(sweep, "angles-by-layer"), what, sweep.warnings)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
 
+from angular_lab.config.spec import Spec
 from angular_lab.errors import UserError
 from angular_lab.experiments.comparison import EXPERIMENTS
 from angular_lab.experiments.statistics import BestRate, Side, best_rate, judging_seeds
+from angular_lab.pace.record import PACE, Pace
 from angular_lab.run_folder import RUNS, SPEC, Run, read_run
 from angular_lab.sweeps.sweep_file import OLD_FILE, SWEEPS, SweepRecord, TrialRecord
 
@@ -72,6 +74,7 @@ class SweepResults:
     best: dict[str, BestRate] = field(default_factory=dict)  # by arm, once there is a finished run
     warnings: list[str] = field(default_factory=list)
     key: str = ""  # of its files and ids on the page
+    paces: list[Pace] = field(default_factory=list)  # measured times per step, of any model
 
     @property
     def experiment(self) -> str:
@@ -199,6 +202,11 @@ class SweepResults:
         ends = (t.ends[horizon] for t in self.trials if horizon in t.ends)
         return next((float(r.spec.steps * r.spec.tokens_per_step) for r in ends), None)
 
+    def settings(self, arm: str) -> Spec | None:
+        """Return the settings of the arm's runs at its best value; None before there is a run."""
+        runs = (run for trial in self.at_best(arm).values() for run in trial.runs)
+        return next((run.spec for run in runs), None)
+
     def optimizer(self, arm: str) -> str:
         return next((a.optimizer for a in self.record.arms if a.label == arm), arm)
 
@@ -217,7 +225,7 @@ def collect(sources: Sequence[Path], warnings: list[str]) -> tuple[list[SweepRes
     folders: dict[Path, Path] = {}
     for source in sources:
         sweep_files, run_folders = find(source)
-        if not sweep_files and not run_folders:
+        if not sweep_files and not run_folders and not find_paces(source):
             why = "holds no run and no sweep" if source.exists() else "does not exist"
             warnings.append(f"{source} {why}")
         files |= {path.resolve(): path for path in sweep_files}
@@ -262,7 +270,7 @@ def find(source: Path) -> tuple[list[Path], list[Path]]:
     if source.is_file():
         if source.name == OLD_FILE:
             SweepRecord.read(source)  # raises, and names the command that converts
-        return [source], []
+        return ([], []) if find_paces(source) else ([source], [])
     sweeps, runs = [], []
     for root, folders, files in os.walk(source):
         folders[:] = sorted(f for f in folders if f not in SKIPPED and not f.startswith("."))
@@ -273,6 +281,30 @@ def find(source: Path) -> tuple[list[Path], list[Path]]:
         if SPEC in files:
             runs.append(Path(root))
     return sweeps, runs
+
+
+def find_paces(source: Path) -> list[Path]:
+    """Return the files of `angular-lab pace` at or below a path."""
+    if source.is_file():
+        return [source] if source.resolve().parent.name == PACE else []
+    paths = []
+    for root, folders, files in os.walk(source):
+        folders[:] = sorted(f for f in folders if f not in SKIPPED and not f.startswith("."))
+        if Path(root).resolve().name == PACE:
+            paths += [Path(root) / name for name in sorted(files) if name.endswith(".json")]
+    return paths
+
+
+def read_paces(sources: Sequence[Path], warnings: list[str]) -> list[Pace]:
+    """Read all measured paces below the sources. A file that is not one is left out."""
+    files = {path.resolve(): path for source in sources for path in find_paces(source)}
+    paces = []
+    for path in files.values():
+        try:
+            paces.append(Pace.read(path))
+        except UserError as error:
+            warnings.append(f"{error}: left out")
+    return paces
 
 
 def _runs_folder(file: Path) -> Path:

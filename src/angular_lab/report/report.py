@@ -11,15 +11,17 @@ from typing import Any
 from angular_lab.errors import UserError
 from angular_lab.report.averages import average_tables
 from angular_lab.report.cooldowns import cooldown_tables, variant_shares
-from angular_lab.report.differences import difference_figure
-from angular_lab.report.figures import sweep_figures
+from angular_lab.report.differences import closest_figure, difference_figure
+from angular_lab.report.figures import cooldown_figure, sweep_figures
+from angular_lab.report.headlines import count_outcomes, counted, listed, sentences
 from angular_lab.report.page import Section, write_page
 from angular_lab.report.plots import save
-from angular_lab.report.read import SweepResults, collect
+from angular_lab.report.read import SweepResults, collect, read_paces
 from angular_lab.report.results import (
     by_value_table,
     finals_table,
     key_of,
+    pace_table,
     runs_table,
     speed_table,
     speedrun_table,
@@ -57,11 +59,21 @@ def make_report(sources: Sequence[Path], out: Path) -> Path:
     warnings: list[str] = []
     sweeps, runs = collect(sources, warnings)
     parts = groups(runs, warnings)
-    sections = [_opening(sweeps, runs, warnings), *map(_sweep_section, sweeps)]
+    paces = read_paces(sources, warnings)
+    for sweep in sweeps:
+        sweep.paces = paces
+    alone = len(sweeps) + len(parts) == 1 and not paces
+    sections = [] if alone else [_opening(sweeps, runs)]
+    sections += [_sweep_section(sweep, alone) for sweep in sweeps]
+    if paces:
+        tables = [pace_table(pace, i) for i, pace in enumerate(paces, 1)]
+        sections.append(Section("pace", "Time per step", tables=tables))
     for i, part in enumerate(parts):
         many = f", group {i + 1} of {len(parts)}" if len(parts) > 1 else ""
         sections.append(single_section(part, f"single-runs-{i + 1}", f"Single runs{many}"))
-    page = write_page(out, _title(sweeps, runs), sections, INTRODUCTION if sweeps else ONLY_RUNS)
+    sections[0].warnings = [*warnings, *sections[0].warnings]
+    notes = INTRODUCTION if sweeps else ONLY_RUNS
+    page = write_page(out, _title(sweeps, runs), sections, notes=notes)
     for section in sections:
         for text in section.warnings:
             log.warning("warning: %s: %s", section.title, text)
@@ -79,40 +91,62 @@ def _title(sweeps: Sequence[SweepResults], runs: Sequence[Run]) -> str:
     return f"{count} {kind}{'s' * (count != 1)}: {', '.join(distinct[:4])}{more}"
 
 
-def _opening(
-    sweeps: Sequence[SweepResults], runs: Sequence[Run], warnings: Sequence[str]
-) -> Section:
+def _opening(sweeps: Sequence[SweepResults], runs: Sequence[Run]) -> Section:
+    pairs = all_pairs_table(sweeps, "pairs")
+    result = []
+    if pairs is not None:
+        verdicts = [row["verdict"].kind for row in pairs.rows]
+        result.append(
+            f"At the last horizon {counted(len(verdicts), 'comparison')} on two seeds or more "
+            f"{'were' if len(verdicts) != 1 else 'was'} judged: {count_outcomes(verdicts)}"
+        )
+    if edges := [sweep.experiment for sweep in sweeps if any(map(sweep.at_edge, sweep.arms))]:
+        result.append(
+            f"In {len(edges)} of {counted(len(sweeps), 'sweep')} a best value is at the edge of "
+            f"its grid, so a wider one may change the result: {listed(edges)}"
+        )
     trials = sum(len(sweep.trials) for sweep in sweeps)
-    counted = f"{len(sweeps)} sweep{'s' * (len(sweeps) != 1)} with {trials} trials"
-    words = [f"{counted}, and {len(runs)} single run{'s' * (len(runs) != 1)}."]
-    tables = claims_table(sweeps, "claims"), all_pairs_table(sweeps, "pairs")
-    listed = [table for table in tables if table is not None]
-    return Section("short", "In short", words, warnings=warnings, tables=listed)
+    more = f", and {counted(len(runs), 'single run')}" if runs else ""
+    result.append(f"{counted(len(sweeps), 'sweep')} with {counted(trials, 'trial')}{more}")
+    tables = claims_table(sweeps, "claims"), pairs
+    return Section(
+        "short",
+        "In short",
+        headline=closest_figure(sweeps, "closest-comparisons"),
+        sentences=[f"{text}." for text in result],
+        tables=[table for table in tables if table is not None],
+    )
 
 
-def _sweep_section(sweep: SweepResults) -> Section:
+def _sweep_section(sweep: SweepResults, alone: bool) -> Section:
+    """Return the part about a sweep; if it is the only one, with the tables over all sweeps."""
     speed_ups = speed_table(sweep)
     words = [f"{sweep.file}. {_plan(sweep)}"]
     if speed_ups is None and sweep.pairs:
         words.append(_no_speed_up(sweep))
     tables: list[Table | None] = [
+        pair_table(sweep),
+        claims_table([sweep], "claims") if alone else None,
+        all_pairs_table([sweep], "pairs") if alone else None,
         finals_table(sweep),
         by_value_table(sweep) if sweep.has_choice else None,
         speed_ups,
-        pair_table(sweep),
         training_table(sweep),
         *cooldown_tables(sweep),
         *average_tables(sweep),
         speedrun_table(sweep) if sweep.experiment == "speedrun" else None,
     ]
+    figures, cooldowns = sweep_figures(sweep), cooldown_figure(sweep)
     return Section(
         key=key_of(sweep, "sweep"),
         title=f"{sweep.title} ({sweep.name})",
+        headline=figures[0] if figures else None,
+        sentences=sentences(sweep),
         words=words,
-        headline=difference_figure(sweep),
+        overview=difference_figure(sweep),
         warnings=sweep.warnings,
+        figures=[*figures[1:], *([cooldowns] if cooldowns else [])],
         tables=[table for table in tables if table is not None],
-        figures=sweep_figures(sweep),
         details=[runs_table(sweep)],
     )
 
@@ -159,7 +193,7 @@ def write_report(
 ) -> Path:
     """Write index.html, curves.svg and curves.png about a few runs.
 
-    `words` are paragraphs at the top, `texts` are (heading, text) pairs at the end.
+    `words` are paragraphs below the result, `texts` are (heading, text) pairs at the end.
     """
     if not folders:
         raise UserError("no runs to report on")
@@ -167,6 +201,7 @@ def write_report(
     runs = [_readable_run(folder, warnings) for folder in folders]
     section = single_section(runs, "runs", title)
     section.warnings, section.texts = [*warnings, *section.warnings], texts
-    page = write_page(out, title, [section], words)
-    save([figure.panel for figure in section.figures[:2]], out / "curves")
+    section.words = words
+    page = write_page(out, title, [section])
+    save([figure.panel for figure in section.all_figures[:2]], out / "curves")
     return page

@@ -13,6 +13,7 @@ from angular_lab.experiments.statistics import (
     speed_up_interval,
     speedrun_passes,
 )
+from angular_lab.pace.record import Pace, slug
 from angular_lab.report.read import SweepResults, TrialResult, short
 from angular_lab.report.tables import Mark, Row, Table, difference, loss, seeds_form, tokens_form
 from angular_lab.run_folder import Run
@@ -25,6 +26,7 @@ PAPER_ROWS = {
     "qwen2": {sweep.label: sweep.losses for sweep in paper.QWEN2},
     "moe": {sweep.label: sweep.losses for sweep in paper.MOE},
 }
+LESS_TIME = "less time"
 LAST = 14  # logged training losses to average: single batches differ by more than methods do
 
 
@@ -83,7 +85,7 @@ def finals_table(sweep: SweepResults) -> Table:
         cell = Mark(best.lr, edge.strip(), f"{best.lr:.4g}{edge}") if best else None
         row: Row = {"method": label, f"best {sweep.axis}": cell}
         for horizon in sweep.horizons:
-            row[f"ours at {tokens_form(sweep.tokens(horizon))}"] = cells[horizon][label]
+            row[f"at {tokens_form(sweep.tokens(horizon))}"] = cells[horizon][label]
         seeds = {seed for h in sweep.horizons for seed in sweep.shown(label, h)}
         row["seeds"] = seeds_form(sorted(seeds))
         rows.append(row | _paper_teaser(sweep, label))
@@ -210,6 +212,11 @@ def speed_table(sweep: SweepResults) -> Table | None:
         "the cooldown, interpolated in log tokens, reaches the other's final loss. Interval: "
         "Student's, of the mean over seeds."
     )
+    if any(LESS_TIME in column for row in rows for column in row):
+        note += (
+            " Less time: the same factor times the time per step of the other method over ours, as "
+            "`angular-lab pace` measured it."
+        )
     if sweep.experiment == "teaser":
         note += f" {paper_note(sweep)}, computed in the same way."
     return Table(key_of(sweep, "speed-up"), f"Speed-up of {sweep.ours}", rows, note)
@@ -224,11 +231,27 @@ def _speed_row(sweep: SweepResults, ours: str, other: str) -> Row:
     row["seeds"] = seeds_form(sorted(speed_ups.by_seed))
     row["by seed"] = ", ".join(f"{s}: {x:.2f}" for s, x in speed_ups.by_seed.items()) or None
     row["seeds without one"] = (reasons or None) if speed_ups.mean else None
+    row |= _less_time(sweep, ours, other, speed_ups.mean)
     if sweep.experiment == "teaser" and other in paper.TEASER and ours in paper.TEASER:
         ratio = speed_up(paper.TEASER[ours].curve, paper.TEASER[other].curve)
         claimed = paper.CLAIMED_SPEED_UPS.get(other)
         row["the paper's figure, in tokens"] = Mark(ratio, "paper", f"{ratio:.2f}×")
         row["the paper's claim"] = Mark(claimed, "paper", f"about {claimed:g}×")
+    return row
+
+
+def _less_time(sweep: SweepResults, ours: str, other: str, in_tokens: float | None) -> Row:
+    """Return factors in wall-clock time, by device: where both methods' steps were timed in turn
+    and nothing else used the device."""
+    specs = sweep.settings(ours), sweep.settings(other)
+    row: Row = {}
+    for pace in sweep.paces:
+        if in_tokens is None or None in specs or pace.disturbed_by:
+            continue
+        mine, theirs = (pace.find(spec) for spec in specs if spec is not None)
+        if mine is not None and theirs is not None:
+            factor = in_tokens * pace.ratios(theirs, mine).median
+            row[f"{LESS_TIME} on {pace.device}"] = Mark(factor, "", f"{factor:.2f}×")
     return row
 
 
@@ -294,3 +317,48 @@ def runs_table(sweep: SweepResults) -> Table:
             }
         )
     return Table(key_of(sweep, "runs"), "Every trial", rows)
+
+
+# -- time per step, by `angular-lab pace`: never by runs, which may have shared their device ------
+
+
+def pace_rows(pace: Pace, with_factors: bool = True) -> list[Row]:
+    """Return the rows of a measured pace. Factors of disturbed times are marked."""
+    times, ratio = "×", f"time / {pace.reference}'s"
+    if pace.disturbed_by:
+        times = "× (shared)"
+    rows: list[Row] = []
+    for values in pace.rows():
+        digits = 2 if values["ms"]["median"] < 100 else 0
+        ms, factor, speed = values["ms"], values["time_ratio"], values["tokens_per_second"]
+        row: Row = {
+            "optimizer": values["optimizer"],
+            "ms per step": Mark(ms["median"], "", f"{ms['median']:.{digits}f}"),
+            "quartiles": f"{ms['first']:.{digits}f} to {ms['third']:.{digits}f}",
+            "tokens/s": Mark(speed, "", f"{speed:,.0f}"),
+        }
+        if with_factors:
+            row[ratio] = Mark(factor["median"], "", f"{factor['median']:.3f}{times}")
+            row["its quartiles"] = f"{factor['first']:.3f} to {factor['third']:.3f}"
+        if values["memory_gib"] is not None:
+            row["memory (GiB)"] = Mark(values["memory_gib"], "", f"{values['memory_gib']:.2f}")
+        rows.append(row)
+    return rows
+
+
+def pace_table(pace: Pace, number: int) -> Table:
+    """Return the times per step on one device; `number` tells several files apart."""
+    spec, rounds = pace.spec, pace.timed[0].seconds
+    note = (
+        f"{spec.name}, {spec.batch} sequences of {spec.model.sequence} tokens a step. Median and "
+        f"quartiles over {len(rounds)} rounds of {len(rounds[0])} steps each; in a round, the "
+        "optimizers take turns. A step includes its batch, both passes, clipping and the update."
+    )
+    if pace.disturbed_by:
+        note += f" The device was shared ({'; '.join(pace.disturbed_by)}), so no factor is shown."
+    else:
+        note += f" Factors are paired by round with {pace.reference}."
+    key = slug(f"pace {number} {spec.name} {pace.device}")
+    rows = pace_rows(pace, not pace.disturbed_by)
+    shared = ", shared" * bool(pace.disturbed_by)
+    return Table(key, f"Time per step of {spec.name} on {pace.device}{shared}", rows, note)

@@ -2,11 +2,13 @@
 
 import csv
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 Row = dict[str, Any]
+HYPHEN = re.compile(r"(?<![\w.)\]-])-(?=\.?\d)")  # before a number, and not within a name
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,11 @@ def difference(value: float | None) -> Mark | None:
     return None if value is None else Mark(value, "", f"{value:+.4f}")
 
 
+def with_minus(text: str) -> str:
+    """Return a text for the page, in which negative numbers have a minus sign, not a hyphen."""
+    return HYPHEN.sub("−", text)
+
+
 def token_count(tokens: float | None) -> Mark:
     return Mark(tokens, "", tokens_form(tokens))
 
@@ -144,7 +151,7 @@ def _number(value: Any) -> float | None:
 
 
 def _cell(value: Any, words: bool) -> Cell:
-    text, number = form(value), _number(_plain(value))
+    text, number = with_minus(form(value)), _number(_plain(value))
     kinds = [value.kind] if isinstance(value, Mark) and value.kind else []
     if number is None and len(text) > 28:
         kinds.append("long")

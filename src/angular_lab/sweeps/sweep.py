@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -17,19 +17,21 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from angular_lab.config.spec import DASHBOARD, LENGTH
-from angular_lab.data.shards import Manifest
+from angular_lab.config.overrides import override
+from angular_lab.config.spec import DASHBOARD, LENGTH, Spec
+from angular_lab.data.passes import describe_passes, passes
 from angular_lab.errors import UserError
 from angular_lab.experiments.definition import Arm, Experiment
 from angular_lab.experiments.statistics import BestRate, Verdict, best_rate
 from angular_lab.run_folder import RUNS, RunFolder
 from angular_lab.sweeps.open_pairs import Losses, judge, new_seeds, seeds_of_pair
+from angular_lab.sweeps.progress import announcement
 from angular_lab.sweeps.sweep_file import SWEEPS, ArmRecord, DamagedFileError, SweepRecord
 from angular_lab.sweeps.trials import PlannedRun, Trial, make_trial
 from angular_lab.training.build import Models
 from angular_lab.training.nonfinite import NotFinite
 from angular_lab.training.signals import Preempted, Sigterm
-from angular_lab.training.start import STDLIB, data_id, train
+from angular_lab.training.start import STDLIB, data_id, data_place, is_prepared, train
 
 FAILED = ".failed"
 WAIT = 0.5  # seconds between polls of runs that other processes make
@@ -60,7 +62,10 @@ class Sweep:
         data: str | None = None,
         device: str = "",
         name: str | None = None,
+        prepare: bool = True,
     ) -> None:
+        """Without `prepare`, the standard library is not prepared as a corpus: nothing is written,
+        and no run can be made."""
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise UserError(
                 "a sweep under torchrun: each of its runs is one process; start it without "
@@ -74,17 +79,19 @@ class Sweep:
         if Path(self.name).name != self.name:
             raise UserError(f"--name {name}: it must be a plain file name")
         self.path, self.runs = out / SWEEPS / f"{self.name}.json", out / RUNS
-        self.data = data_id(experiment.arms[0].spec)
+        spec = experiment.arms[0].spec
+        self.data = data_id(spec) if prepare or is_prepared(spec) else ""
         self.until, self.extend = inf, 0
         self.max_seeds = 0  # that may judge an open pair; 0: only those of the experiment
         self.models = Models()
         self.marks: Path | None = None  # where processes that share the work mark what failed
+        self.announce: Callable[[PlannedRun], str] | None = None  # a line for each run that starts
 
     # -- what there is to do -------------------------------------------------------------------
 
     def trial(self, arm: Arm, value: float, seed: int) -> Trial:
         trial = make_trial(self.experiment, arm, value, seed, self.data, self.runs)
-        before = self._record()
+        before = self.record()
         key = (arm.label, value, seed)
         recorded = (t for t in (before.trials if before else ()) if (t.arm, t.value, t.seed) == key)
         return next((trial.as_recorded(record) for record in recorded), trial)
@@ -120,7 +127,7 @@ class Sweep:
     def _root(self, arm: Arm) -> Arm:
         return next((a for a in self.experiment.arms if a.label == arm.variant_of), arm)
 
-    def _planned(self) -> Iterator[tuple[int, list[Trial]]]:
+    def planned(self) -> Iterator[tuple[int, list[Trial]]]:
         """For every arm yield the trials that are planned so far, and how many more will follow
         once its value is chosen. An arm with one value has no choice to wait for."""
         judges, added = self.experiment.seeds[1:], self._added_seeds()
@@ -184,24 +191,24 @@ class Sweep:
 
     def pending(self) -> list[Trial]:
         """Return the unfinished trials of which a run can start now."""
-        return [trial for _, trials in self._planned() for trial in trials if not trial.done]
+        return [trial for _, trials in self.planned() for trial in trials if not trial.done]
 
     def next_runs(self) -> list[PlannedRun]:
         """Return the runs that can start now and have not failed."""
         runs = (run for trial in self.pending() for run in trial.next_runs)
-        return [run for run in runs if not self._failed(run)]
+        return [run for run in runs if not self.has_failed(run)]
 
     def counts(self) -> tuple[int, int]:
         """Return how many trials are done, and how many there are in all."""
         done = total = 0
-        for waiting, trials in self._planned():
+        for waiting, trials in self.planned():
             done += sum(trial.done for trial in trials)
             total += waiting + len(trials)
         return done, total
 
     def check(self) -> None:
         """Raise UserError if the sweep's file is of another experiment or other data."""
-        record, plan = self._record(), self.experiment
+        record, plan = self.record(), self.experiment
         if record is None:
             return
         for what, before, now in (
@@ -209,7 +216,7 @@ class Sweep:
             ("scale", record.scale, plan.scale),
             ("data", record.data[:12], self.data[:12]),
         ):
-            if before != now:
+            if before != now and now:  # data that is not prepared is not known
                 raise UserError(
                     f"{self.path} was made with {what} {before}, and this sweep has {now}: give it "
                     "another name with --name"
@@ -221,18 +228,25 @@ class Sweep:
         data = plan.arms[0].spec.data
         text = f"{STDLIB} (the Python standard library, as bytes)" if data == STDLIB else data
         counts = f"{plan.name}, scale {plan.scale}: {done} of {total} trials done"
-        return f"{counts}; data: {text}{self._repeated()}"
+        return f"{counts}; data: {text}; longest run: {self.passes_text}"
 
-    def _repeated(self) -> str:
-        """Return how often the longest run reads the corpus, if more than once."""
-        plan, spec = self.experiment, self.experiment.arms[0].spec
-        manifest = None if spec.data == STDLIB else Manifest.load(Path(spec.data))
-        if manifest is None:
-            return ""
-        needed = max(max(plan.horizons_of(arm)) * arm.spec.tokens_per_step for arm in plan.arms)
-        tokens = manifest.splits["train"].tokens
-        passes = f" ({tokens:,} tokens, which the longest run reads {needed / tokens:.1f} times)"
-        return passes if needed > tokens else ""
+    @property
+    def longest(self) -> Spec:
+        """The spec that reads the most tokens, at its last horizon."""
+        plan = self.experiment
+        specs = [replace(arm.spec, steps=max(plan.horizons_of(arm))) for arm in plan.arms]
+        return max(specs, key=lambda spec: spec.steps * spec.tokens_per_step)
+
+    @property
+    def passes(self) -> float | None:
+        """How often the longest run reads the corpus; None if that is not prepared yet."""
+        data = data_place(self.longest)
+        return passes(self.longest, data) if data.is_dir() else None
+
+    @property
+    def passes_text(self) -> str:
+        known = self.passes is not None
+        return describe_passes(self.longest, data_place(self.longest)) if known else "not prepared"
 
     @property
     def chosen(self) -> dict[str, BestRate]:
@@ -248,7 +262,7 @@ class Sweep:
         with FileLock(self.path.with_name(f".{self.name}.lock")):
             self._content().write(self.path)
 
-    def _record(self) -> SweepRecord | None:
+    def record(self) -> SweepRecord | None:
         """Return the file's content; None if there is no file."""
         with suppress(FileNotFoundError):
             status = self.path.stat()
@@ -256,11 +270,11 @@ class Sweep:
         return None
 
     def _recorded_arm(self, label: str) -> ArmRecord | None:
-        record = self._record()
+        record = self.record()
         return next((arm for arm in record.arms if arm.label == label), None) if record else None
 
     def _content(self) -> SweepRecord:
-        plan, before = self.experiment, self._record()
+        plan, before = self.experiment, self.record()
         added = {seed for seeds in self._added_seeds().values() for seed in seeds}
         added |= {*(before.added_seeds if before else ())}
         arms = [self._arm_record(arm) for arm in plan.arms]
@@ -320,7 +334,7 @@ class Sweep:
         if not run.try_claim():
             return False
         try:
-            if planned.finished or self._failed(planned):
+            if planned.finished or self.has_failed(planned):
                 return False
             self._train(planned, run)
             return True
@@ -328,13 +342,16 @@ class Sweep:
             run.release()
 
     def _train(self, planned: PlannedRun, run: RunFolder) -> None:
-        log.info("%s: starts %s", self.name, planned.folder.name)
+        starts = f"{self.name}: starts {planned.folder.name}"
+        log.info(self.announce(planned) if self.announce else starts)
         self.write()
         try:
             spec = planned.spec
             if run.started:
                 planned.check(run)
                 spec = planned.continued(run.read_spec())
+            elif spec.loggers and spec.dashboard.group is None:
+                spec = override(spec, [f"dashboard.group={self.name}"])
             changing = DASHBOARD | LENGTH
             train(spec, run, True, self.device, self.until, self.models, None, changing)
         except Preempted:
@@ -348,7 +365,8 @@ class Sweep:
         finally:
             self.write()
 
-    def _failed(self, run: PlannedRun) -> bool:
+    def has_failed(self, run: PlannedRun) -> bool:
+        """True if a process of this call or submission failed at the run."""
         return self.marks is not None and (self.marks / f"{run.folder.name}{FAILED}").exists()
 
 
@@ -370,6 +388,8 @@ def run_sweeps(sweeps: Sequence[Sweep], budget: float = inf, extend: int = 0) ->
     other processes make are waited for once nothing else is left, of any sweep."""
     until = time.monotonic() + budget
     begin(sweeps, extend)
+    for sweep in sweeps:
+        sweep.announce = lambda planned: announcement(sweeps, planned)
     try:
         make_all(sweeps, until, extend)
     except Preempted as stopped:

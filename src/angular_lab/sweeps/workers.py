@@ -29,6 +29,7 @@ from angular_lab.data.prepare import cores
 from angular_lab.errors import UserError
 from angular_lab.experiments.definition import Experiment
 from angular_lab.log import configure_logging
+from angular_lab.sweeps.progress import SweepProgress
 from angular_lab.sweeps.sweep import AGAIN, WAIT, Sweep, begin, make_all, unfinished
 from angular_lab.training.signals import PREEMPTED, Preempted, Sigterm, WorkerDied
 
@@ -51,6 +52,7 @@ class Task:
     threads: int | None  # on the CPU; None: torch's default
     logs: Path
     max_seeds: int = 0  # of an open pair
+    quiet: bool = False  # the parent draws on the terminal, and reports what ends
 
     @property
     def log(self) -> Path:
@@ -70,15 +72,18 @@ def run_in_processes(
         return
     plans = tuple((sweep.experiment, sweep.name) for sweep in sweeps)
     logs = first.path.parent / FOLDER / platform.node() / str(os.getpid())
-    common = (until, extend, _threads(processes, first.device), logs, first.max_seeds)
+    threads, quiet = _threads(processes, first.device), sys.stderr.isatty()
+    common = (until, extend, threads, logs, first.max_seeds, quiet)
     devices = assign_devices(first.device, processes, torch.cuda.device_count())
     out = first.path.parent.parent
     tasks = [Task(i, plans, out, device, *common) for i, device in enumerate(devices)]
     _clear(logs.parent)
     logs.mkdir(parents=True, exist_ok=True)
+    for sweep in sweeps:
+        sweep.marks = logs
     log.info("%d workers; their output is in %s", processes, logs)
     with Sigterm(signal.SIGINT) as stop:
-        died = _watch(tasks, stop)
+        died = _watch(tasks, stop, SweepProgress(sweeps))
     for sweep in sweeps:
         sweep.write()
     left = unfinished(sweeps)
@@ -121,7 +126,7 @@ def _threads(processes: int, device: str) -> int | None:
     return max(1, cores() // processes)
 
 
-def _watch(tasks: list[Task], stop: Sigterm) -> list[str]:
+def _watch(tasks: list[Task], stop: Sigterm, progress: SweepProgress) -> list[str]:
     """Start all workers, wait for them, pass on a signal. Return which died, and how."""
     running: dict[Any, Task] = {}
     died: dict[int, str] = {}
@@ -136,6 +141,7 @@ def _watch(tasks: list[Task], stop: Sigterm) -> list[str]:
         signal.signal(signal.SIGINT, before)
         while running:
             connection.wait([process.sentinel for process in running], WAIT)
+            progress.update()
             if stop.received and not asked:
                 asked = True
                 for process in running:
@@ -143,7 +149,9 @@ def _watch(tasks: list[Task], stop: Sigterm) -> list[str]:
             for process in [process for process in running if not process.is_alive()]:
                 task = running.pop(process)
                 if not _is_clean(process.exitcode, asked):
+                    progress.clear()
                     died[task.number] = _obituary(task, process.exitcode)
+        progress.update(last=True)
     finally:  # leave nothing running, whatever happened here
         for process in running:
             process.kill()
@@ -177,7 +185,8 @@ def _work(task: Task) -> None:
     if task.threads:
         torch.set_num_threads(task.threads)
     configure_logging()
-    _copy_to(terminal, task.number)
+    if not task.quiet:
+        _copy_to(terminal, task.number)
     sweeps = [Sweep(plan, task.out, None, task.device, name) for plan, name in task.sweeps]
     for sweep in sweeps:
         sweep.marks, sweep.max_seeds = task.logs, task.max_seeds

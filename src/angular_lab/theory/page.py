@@ -34,7 +34,7 @@ class Part:
         return Section(
             key,
             self.title,
-            (self.words.format(**data),),
+            words=(self.words.format(**data),),
             tables=[table(data) for table in self.tables],
             figures=self.figures(data),
             details=[table(data) for table in self.details],

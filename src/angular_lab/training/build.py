@@ -18,7 +18,7 @@ from angular_lab.config.spec import OptimSpec, Spec
 from angular_lab.errors import UserError
 from angular_lab.models import LanguageModel, build_model, tensor_parallel
 from angular_lab.training.ranks import Ranks
-from angular_muown import cosine, inverse_polynomial, plan, wsd
+from angular_muown import Plan, cosine, inverse_polynomial, plan, wsd
 
 OPTIMIZERS = {
     "muon": library.Muon,
@@ -30,12 +30,22 @@ OPTIMIZERS = {
     "magnitude_direction": library.MagnitudeDirection,
 }
 OPTIMIZER_NAMES = ("adamw", *OPTIMIZERS)
-SPECIAL = ("radius", "radius_lr", "row_beta", "tangent_steps")  # not every optimizer has these
+# not every optimizer has these
+SPECIAL = ("radius", "radius_lr", "row_beta", "tangent_steps", "state_dtype")
 
 
 def make_model(spec: Spec, ranks: Ranks) -> LanguageModel:
     """Build the model with weights initialized on the CPU, the same for every device."""
     model = build_model(spec.model)
+    if spec.precision == "bf16_weights":
+        if ranks.world > 1 and spec.parallel == "fsdp":
+            raise UserError(
+                "precision=bf16_weights with parallel=fsdp: FSDP shards parameters of one dtype "
+                "together, and norms stay in float32; set parallel=ddp"
+            )
+        for group in _plan(model, spec.optim):
+            for _, p in group["params"] if group["algorithm"] == "matrix" else ():
+                p.data = p.data.bfloat16()
     model.init_weights(spec.seed)
     return model.to(ranks.device)
 
@@ -103,7 +113,8 @@ class Models:
             self._key, self._cached = key, (model, parallelize(model, spec, ranks))
             return self._cached
         model, _ = self._cached
-        gc.collect()  # the last run's recorded passes, or memory holds both
+        if ranks.device.type == "cuda":
+            gc.collect()  # the last run's recorded passes, or memory holds both
         model.init_weights(spec.seed)
         model.zero_grad(set_to_none=True)
         model.train()
@@ -115,14 +126,7 @@ def make_optimizer(model: LanguageModel, spec: Spec) -> torch.optim.Optimizer:
     o = spec.optim
     if o.name not in OPTIMIZER_NAMES:
         raise UserError(f"optim.name={o.name}: it must be one of {', '.join(OPTIMIZER_NAMES)}")
-    blocks = model.blocks()
-    groups = plan(
-        model,
-        blocks=blocks if o.split_blocks else dict.fromkeys(blocks, 1),
-        stacks=model.stacks(),
-        aux_lr=o.aux_lr,
-        aux_weight_decay=o.aux_weight_decay,
-    )
+    groups = _plan(model, o)
     fused = next(model.parameters()).is_cuda
     _check_meaning(o)
     if spec.schedule.fall and o.name == "adamw":
@@ -142,6 +146,18 @@ def make_optimizer(model: LanguageModel, spec: Spec) -> torch.optim.Optimizer:
         return OPTIMIZERS[o.name](groups, **_arguments(OPTIMIZERS[o.name], spec))
     except ValueError as error:  # a value of the spec that the optimizer rejects
         raise UserError(f"optim: {error}") from error
+
+
+def _plan(model: LanguageModel, o: OptimSpec) -> Plan:
+    """Return which parameters are hidden matrices, and how they are cut."""
+    blocks = model.blocks()
+    return plan(
+        model,
+        blocks=blocks if o.split_blocks else dict.fromkeys(blocks, 1),
+        stacks=model.stacks(),
+        aux_lr=o.aux_lr,
+        aux_weight_decay=o.aux_weight_decay,
+    )
 
 
 def _check_meaning(o: OptimSpec) -> None:
@@ -188,6 +204,7 @@ def _arguments(kind: type, spec: Spec) -> dict[str, Any]:
         "decay_scale": o.decay_scale,
         "decay_degree": o.decay_degree,
         "tangent_steps": o.tangent_steps,
+        "state_dtype": o.state_dtype,
         **({} if o.row_beta is None else {"row_beta": o.row_beta}),
         **({} if o.scale is None else {"scale": o.scale}),
     }
@@ -210,6 +227,19 @@ def matrix_factor(spec: Spec, step: int) -> float:
     """Return a further factor on the matrices' learning rate: kappa, for optimizers without one."""
     s = spec.schedule
     return inverse_polynomial(step, s.warmup, s.fall, 1.0)
+
+
+def has_kappa(spec: Spec) -> bool:
+    """True if the optimizer has a kappa, and it falls."""
+    o = spec.optim
+    known = inspect.signature(OPTIMIZERS[o.name]).parameters if o.name in OPTIMIZERS else {}
+    return "decay_scale" in known and o.decay_scale > 0 and o.decay_degree > 0
+
+
+def kappa(spec: Spec, step: int) -> float:
+    """Return the optimizer's kappa at a step, counted from 0."""
+    o = spec.optim
+    return inverse_polynomial(step, spec.schedule.warmup, o.decay_scale, o.decay_degree)
 
 
 def balance_experts(model: LanguageModel, ranks: Ranks) -> None:

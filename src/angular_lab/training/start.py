@@ -17,7 +17,9 @@ from angular_lab.config.spec import CHANGEABLE, DASHBOARD, LENGTH, Spec, get
 from angular_lab.data.prepare import prepare_stdlib, stdlib_place
 from angular_lab.data.shards import Manifest
 from angular_lab.errors import UserError
+from angular_lab.models import build_model
 from angular_lab.run_folder import RUNS, RunFolder, base_versions, parent_folder
+from angular_lab.status.screen import Shown
 from angular_lab.training import build, checkpoint
 from angular_lab.training.loggers import check_loggers
 from angular_lab.training.nonfinite import NotFinite
@@ -38,6 +40,11 @@ BRANCH_AT = "branch with --at {}"
 def data_place(spec: Spec) -> Path:
     """Return the folder of the run's tokens, whether or not they are prepared yet."""
     return stdlib_place(STDLIB_FOLDER) if spec.data == STDLIB else Path(spec.data)
+
+
+def is_prepared(spec: Spec) -> bool:
+    """True unless the run's tokens are those of the standard library, and not prepared yet."""
+    return spec.data != STDLIB or Manifest.load(data_place(spec)) is not None
 
 
 def prepared_data(spec: Spec) -> Path:
@@ -71,12 +78,14 @@ def train(
     models: build.Models | None = None,
     resume_step: int | None = None,
     changing: Set[str] = DASHBOARD,
+    shown: Shown = "steps",
 ) -> RunFolder:
     """Train a spec in a folder. With `resume`, continue where it stopped; a finished run returns.
     With `resume_step` as well, continue from that checkpoint and replace what came after it.
     At `until`, on the monotonic clock, the run is saved and stops as if it got SIGTERM.
     `changing` has the settings that may differ from those with which the run was started.
-    A folder that the caller has claimed stays claimed."""
+    A folder that the caller has claimed stays claimed. `shown` says what the screen shows: all,
+    steps (without header and summary), or one line at the end."""
     ranks = build.tensor_ranks(spec, start_ranks(device))
     run = out if isinstance(out, RunFolder) else RunFolder(out)
     if not run.started:
@@ -95,7 +104,7 @@ def train(
         elif _is_finished(run, spec):
             log.info("%s is already finished", run.path)
             return run
-        trainer = Trainer(spec, run, ranks, _tokens(spec, run, ranks), until, models)
+        trainer = Trainer(spec, run, ranks, _tokens(spec, run, ranks), until, models, shown)
         _write_and_restore(trainer, resume_step, changing)
         _take_steps(trainer)
         return run
@@ -129,6 +138,10 @@ def _check_new(spec: Spec, ranks: Ranks) -> None:
             f"tensor={spec.tensor} in one process: start it with torchrun --nproc-per-node "
             f"{spec.tensor}, or leave tensor at 1"
         )
+    with torch.device("meta"):  # no memory: shapes and settings alone
+        build.make_optimizer(build_model(spec.model), spec)
+    if spec.data != STDLIB:
+        prepared_data(spec)
 
 
 def _tokens(spec: Spec, run: RunFolder, ranks: Ranks) -> Path:
@@ -212,7 +225,8 @@ def _load(trainer: Trainer, source: Path, how: str) -> None:
         trainer.restore(source)
     except checkpoint.DamagedError as error:
         raise error.advise(how) from None
-    log.info("%s: continues after step %s", trainer.run.path, trainer.step)
+    if trainer.progress.screen.shown != "all":  # a header says it
+        log.info("%s: continues after step %s", trainer.run.path, trainer.step)
 
 
 def _branch_point(run: RunFolder, spec: Spec) -> Path:
@@ -291,7 +305,11 @@ MOVABLE = CHANGEABLE | {"data"}  # the tokens may have moved
 
 
 def resume(
-    folder: Path, assignments: Sequence[str] = (), device: str = "", step: int | None = None
+    folder: Path,
+    assignments: Sequence[str] = (),
+    device: str = "",
+    step: int | None = None,
+    shown: Shown = "steps",
 ) -> RunFolder:
     """Continue a run that was stopped, from its newest checkpoint or from that of `step`.
     Assignments change how it is run from here on; what a loss depends on stays."""
@@ -304,11 +322,15 @@ def resume(
                 f"{folder} is finished, and {' '.join(assignments)} would have no effect: give "
                 "--from STEP to continue from a checkpoint"
             )
-        return train(spec, run, True, device, resume_step=step, changing=MOVABLE)
+        return train(spec, run, True, device, resume_step=step, changing=MOVABLE, shown=shown)
 
 
 def extend(
-    folder: Path, steps: int, assignments: Sequence[str] = (), device: str = ""
+    folder: Path,
+    steps: int,
+    assignments: Sequence[str] = (),
+    device: str = "",
+    shown: Shown = "steps",
 ) -> RunFolder:
     """Continue a run at a constant learning rate to more steps. Called again after a kill, it
     continues."""
@@ -321,20 +343,25 @@ def extend(
             raise UserError(f"{folder} has diverged: it cannot be extended")
         if run.done and not checkpoint.steps(run.checkpoints):
             raise UserError(f"{folder} has no checkpoint left to continue from")
-        return train(spec, run, True, device, changing=MOVABLE | LENGTH)
+        return train(spec, run, True, device, changing=MOVABLE | LENGTH, shown=shown)
 
 
 def extend_trunk(
-    spec: Spec, folder: Path, device: str = "", models: build.Models | None = None
+    spec: Spec,
+    folder: Path,
+    device: str = "",
+    models: build.Models | None = None,
+    shown: Shown = "steps",
 ) -> RunFolder:
     """Train a trunk. A folder that holds it already, shorter or longer, is extended as needed."""
     if not RunFolder(folder).started:
-        return train(spec, folder, True, device, models=models)
+        return train(spec, folder, True, device, models=models, shown=shown)
     with claimed(folder, device) as run:
         stored = run.read_spec()
         wanted = replace(spec, steps=stored.steps, pins=stored.pins)
         longer = extended_spec(wanted, max(spec.steps, stored.steps), spec.pins)
-        return train(longer, run, True, device, models=models, changing=DASHBOARD | LENGTH)
+        changing = DASHBOARD | LENGTH
+        return train(longer, run, True, device, models=models, changing=changing, shown=shown)
 
 
 @contextmanager

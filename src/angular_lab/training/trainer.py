@@ -1,9 +1,10 @@
 """The training loop: batch, step, evaluate, log, save."""
 
+import logging
 import time
 from collections.abc import Generator
 from contextlib import closing
-from math import inf, isfinite
+from math import ceil, inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,19 @@ from angular_lab.data.batches import Batches, Tokens, prefetch
 from angular_lab.errors import UserError
 from angular_lab.models.tensor_parallel import clip_gradients
 from angular_lab.run_folder import RunFolder
+from angular_lab.status.clock import EVALUATING, SAVING
+from angular_lab.status.screen import Shown
 from angular_lab.training import build, checkpoint
 from angular_lab.training.averages import Averages
-from angular_lab.training.evaluate import evaluate
+from angular_lab.training.evaluate import Samples, evaluate
 from angular_lab.training.nonfinite import NotFinite, OnHost, culprit, weights_are_finite
 from angular_lab.training.progress import Progress
 from angular_lab.training.ranks import Ranks
-from angular_lab.training.recorded_passes import Passes, can_record
+from angular_lab.training.recorded_passes import WARM_UP, Passes, can_record
 from angular_lab.training.signals import Preempted, Sigterm
 from angular_muown import AngleMonitor
+
+log = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -36,6 +41,7 @@ class Trainer:
         data: Path,
         until: float = inf,  # on the monotonic clock: save and leave
         models: build.Models | None = None,
+        shown: Shown = "steps",
     ) -> None:
         build.make_deterministic(spec)
         self.spec, self.run, self.ranks, self.step, self.until = spec, run, ranks, 0, until
@@ -47,19 +53,24 @@ class Trainer:
                 f"the validation split of {data} is shorter than one sequence of {sequence} tokens"
             )
         self.models = models
+        compiles = spec.compile and not (models and models.fits(spec))
         self.model, self.parallel = (models or build.Models()).take(spec, ranks)
         self.optimizer = build.make_optimizer(self.model, spec)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.autocast = torch.autocast(
-            ranks.device.type, torch.bfloat16, enabled=spec.precision == "bf16"
+            ranks.device.type, torch.bfloat16, enabled=spec.precision != "fp32"
         )
         recorded = can_record(spec, self.model, ranks)
         self.passes = Passes(self.parallel, self.autocast, recorded)
+        micro = spec.micro_batch or spec.batch
+        passes = WARM_UP + 1 if recorded else 1
+        self.warm_up_steps = ceil(passes * micro / spec.batch) if compiles or recorded else 0
         self.monitor = AngleMonitor(self.model, self.optimizer, spec.angle_every or 1)
         if not spec.angle_every:
             self.monitor.close()
         self.averages = Averages(self.model, spec.averages)
-        self.progress = Progress(spec, run, ranks, self.model.flops_per_token())
+        self.progress = Progress(spec, run, ranks, self.model, data, shown)
+        self.samples = Samples(self.validation, ranks.device) if spec.sample_every else None
         self.skipped = 0
         self.host_norm = OnHost(torch.zeros(()))
 
@@ -78,24 +89,35 @@ class Trainer:
         """Take the remaining steps."""
         self.progress.start(self.step)
         # Optimizer and monitor refer to each other until it is closed; then all memory is freed.
-        monitor = closing(self.monitor)
-        with monitor, Sigterm() as sigterm, self.progress, self.prefetch() as batches:
-            if self.ranks.any(sigterm.received):
-                raise Preempted(f"before step {self.step + 1}; {self.again}")
-            for tokens, targets in batches:
-                loss = self.forward_backward(tokens, targets)
-                if self.is_finite(tokens, targets):
-                    self.update()
-                self.step += 1
-                metrics = self.measure(loss)
-                if metrics:
-                    self.progress.log(self.step, metrics)
-                if self.due(self.spec.save_every) or self.step in self.spec.pinned:
-                    self.save()
-                if self.ranks.any(sigterm.received or time.monotonic() >= self.until):
-                    self.save_once()
-                    raise Preempted(f"saved at step {self.step}; {self.again}")
-        self.finish()
+        with self.progress, closing(self.monitor):
+            with Sigterm() as sigterm, self.prefetch() as batches:
+                if self.ranks.any(sigterm.received):
+                    raise Preempted(f"before step {self.step + 1}; {self.again}")
+                for taken, (tokens, targets) in enumerate(batches):
+                    with self.progress.compiling(taken < self.warm_up_steps):
+                        loss = self.take_step(tokens, targets)
+                    self.progress.tick(self.step, self.host_loss.value())
+                    metrics = self.measure(loss)
+                    if metrics:
+                        self.progress.log(self.step, metrics)
+                    if self.samples and self.due(self.spec.sample_every):
+                        self.sample(self.samples)
+                    if self.due(self.spec.save_every) or self.step in self.spec.pinned:
+                        self.save()
+                    if self.ranks.any(sigterm.received or time.monotonic() >= self.until):
+                        self.save_once()
+                        raise Preempted(f"saved at step {self.step}; {self.again}")
+                    if self.step < self.spec.steps:  # the last one ends with its checkpoint
+                        self.progress.end_step()
+            self.finish()
+
+    def take_step(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Take one step and return its loss. Nothing is measured, logged or saved."""
+        loss = self.forward_backward(tokens, targets)
+        if self.is_finite(tokens, targets):
+            self.update()
+        self.step += 1
+        return loss
 
     def forward_backward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Mean loss of this rank's sequences; gradients are the mean over all ranks."""
@@ -127,8 +149,10 @@ class Trainer:
         measured = self.spec.angle_every and self.step % self.spec.angle_every == 0
         if measured and (angles := self.monitor.read()):
             metrics |= {key: value for key, value in angles.items() if "/" not in key}
+            self.log_angles(angles)
         if self.due(self.spec.eval_every):
-            metrics |= self.evaluate()
+            with self.progress.phase(EVALUATING):
+                metrics |= self.evaluate()
         if not metrics and not self.due(self.spec.log_every):
             return {}
         line = {
@@ -142,6 +166,22 @@ class Trainer:
         }
         # JSON has no NaN: what is not finite is null
         return {key: value if isfinite(value) else None for key, value in line.items()}
+
+    def log_angles(self, values: dict[str, float]) -> None:
+        """Write the angle of each parameter, short enough for thousands of steps."""
+        names = [name for name, _ in self.model.named_parameters()]
+        named = {name: values[key] for name in names if (key := f"angle_mean/{name}") in values}
+        angles = {name: float(f"{v:.4g}") if isfinite(v) else None for name, v in named.items()}
+        if self.ranks.first:
+            self.run.append(self.run.angles_path, {"step": self.step, "angles": angles})
+
+    def sample(self, samples: Samples) -> None:
+        """Write and show what the model makes of a few prompts. Training does not notice it."""
+        with self.progress.phase(EVALUATING), self.autocast:
+            written = samples.write(self.model)
+        for pair in written if self.ranks.first else ():
+            self.run.append(self.run.samples_path, {"step": self.step, **pair})
+            log.info("step %d: %r -> %r", self.step, pair["prompt"], pair["text"])
 
     def validate(self) -> dict[str, float]:
         count = max(1, self.spec.eval_tokens // self.spec.model.sequence)
@@ -196,6 +236,10 @@ class Trainer:
         return f"continue with angular-lab resume {self.run.path}, or run trunk and sweep again"
 
     def save(self) -> None:
+        with self.progress.phase(SAVING):
+            self._save()
+
+    def _save(self) -> None:
         if not weights_are_finite(self.model):
             raise NotFinite(
                 f"weights are not finite after step {self.step}: not saved. {self.last}"
@@ -219,6 +263,7 @@ class Trainer:
 
     def finish(self) -> None:
         self.save_once()
+        self.progress.end_step()
         if self.ranks.first:
             self.run.finish()
 

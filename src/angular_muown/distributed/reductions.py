@@ -62,9 +62,20 @@ def sum_over(t: Tensor, rank_groups: Iterable[RankGroup]) -> Tensor:
 
 def sum_in_place(sums: Iterable[tuple[Tensor, Iterable[RankGroup]]]) -> None:
     """Sum each tensor over its rank groups, one after the other."""
-    for t, rank_groups in sums:
+    _in_place(sums, dist.ReduceOp.SUM)
+
+
+def max_in_place(maxima: Iterable[tuple[Tensor, Iterable[RankGroup]]]) -> None:
+    """Find the maximum of each tensor over its rank groups, one after the other."""
+    _in_place(maxima, dist.ReduceOp.MAX)
+
+
+def _in_place(
+    tensors: Iterable[tuple[Tensor, Iterable[RankGroup]]], op: dist.ReduceOp.RedOpType
+) -> None:
+    for t, rank_groups in tensors:
         for rank_group in rank_groups:
-            all_reduce(t, rank_group, dist.ReduceOp.SUM)
+            all_reduce(t, rank_group, op)
 
 
 def max_over(t: Tensor, rank_groups: Iterable[RankGroup]) -> Tensor:

@@ -28,6 +28,7 @@ from angular_muown.distributed.mesh import (
 )
 from angular_muown.distributed.reductions import ShardedReductions
 from angular_muown.kernels.coverage import covers_shards, knows, runs_on
+from angular_muown.params.eight_bit import scale_names
 from angular_muown.params.layout import Layout
 from angular_muown.params.options import Group, parameter_names, seed
 from angular_muown.params.stacks import MatrixView, Stack, kind_of
@@ -102,7 +103,8 @@ class ExchangeGroup:
             sharding, sides = shared.sharding, views[ids[0]].sides
             over = ShardedReductions(sides, sharding.row_groups, sharding.column_groups)
             members = [views[i] for i in ids]
-            yield Stack(members, shared.group["maximize"], shared.noise, over), ids
+            seeds = shared.noise, shared.group["step"]
+            yield Stack(members, shared.group["maximize"], *seeds, over), ids
 
 
 Exchanges = list[tuple[ExchangeGroup, list[SharedParameter]]]
@@ -110,7 +112,8 @@ Exchanges = list[tuple[ExchangeGroup, list[SharedParameter]]]
 
 def views_of(shared: SharedParameter) -> Iterator[MatrixView]:
     """Yield the matrices of a parameter one by one, in the order of `tasks_of`."""
-    for view in shared.opened.views(shared.recipe.state_names):
+    names = (*shared.recipe.state_names, *scale_names(shared.group))
+    for view in shared.opened.views(names):
         yield from view.per_matrix
 
 

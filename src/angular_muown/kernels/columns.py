@@ -1,16 +1,21 @@
 """Constants shared by the host and the kernels: table fields and codes for choices. No Triton."""
 
 # A matrix's entry in the table: addresses and strides (int64). Their number is even, which keeps
-# entries aligned. The last four are those of a sharded matrix: where its rows leave from (0 if
-# another copy sends them), where those of Q arrive, and which of its rows and columns are this
-# rank's first.
+# entries aligned. PACKET to FIRST_COLUMN are those of a sharded matrix: where its rows leave from
+# (0 if another copy sends them), where those of Q arrive, and which of its rows and columns are
+# this rank's first.
 WEIGHT, GRADIENT, MOMENTUM, ROW_STRIDE = 0, 1, 2, 3
 STORED_NORM, SECOND_MOMENT, EXP_AVG, EXP_AVG_SQ, STATE_STRIDE = 4, 5, 6, 7, 8
 PACKET, RESULT, FIRST_ROW, FIRST_COLUMN = 9, 10, 11, 12
+MOMENTUM_SCALE = 13
 ENTRY = 14
 HEADER = 8  # float16 words in front of a row in transit: four float32 numbers (see packets.py)
-ADDRESSES = [WEIGHT, GRADIENT, MOMENTUM, STORED_NORM, SECOND_MOMENT, EXP_AVG, EXP_AVG_SQ]
-ROW_STATE = ("stored_norm", "row_second_moment", "exp_avg", "exp_avg_sq")  # in this order
+ADDRESSES = [
+    *(WEIGHT, GRADIENT, MOMENTUM),
+    *(STORED_NORM, SECOND_MOMENT, EXP_AVG, EXP_AVG_SQ, MOMENTUM_SCALE),
+]
+# in this order
+ROW_STATE = ("stored_norm", "row_second_moment", "exp_avg", "exp_avg_sq", "momentum_scale")
 
 # A step's scalars for one kind of matrix (float32; SEED holds the bits of a 32-bit integer).
 BETA, STEP, RADIUS_LR, DECAY, BETA1, BETA2, EPS, ROW_BETA, SEED = range(9)

@@ -132,7 +132,8 @@ def covers(p: Tensor, state: State, layout: Layout) -> bool:
         runs_on(p.device)
         and "master" not in state
         and grad is not None
-        and all(is_plain(t, p.device) for t in (p, grad, state["momentum_buffer"]))
+        and all(is_plain(t, p.device) for t in (p, grad))
+        and is_plain(state["momentum_buffer"], p.device, *FLOATS, torch.int8)
         and all(
             is_plain(state[name], p.device, torch.float32) for name in ROW_STATE if name in state
         )

@@ -63,7 +63,7 @@ class FusedStep:
         self.layout = layout
         self.device = params[0].device
         self.dtypes = [dtypes_of(p, state) for p, state in zip(params, states, strict=True)]
-        self.draws = any(choices.draws(dtype) for dtype, *_ in self.dtypes)
+        self.draws = any(choices.needs_seed(*dtypes) for dtypes in self.dtypes)
         self.table = build_table(params, states, layout)
         self.batches, self.margin = self._batches()
         self.budget = divide(budget, [batch.words for batch in self.batches])

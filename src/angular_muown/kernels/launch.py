@@ -64,7 +64,12 @@ def divide(budget: int, matrices: Sequence[int]) -> Budget:
 
 # A chunk: matrices of one kind that pass through the work buffer together.
 
-TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+TYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.int8: tl.int8,  # momentum alone
+}
 ROW_ELEMENTS = 2048  # per program of a row kernel
 TRANSPOSE_TILE = 64
 ROW_BYTES, BANDWIDTH = 32, 4.2e6  # bytes per element, bytes per microsecond on an H200
@@ -86,6 +91,10 @@ class Choices:
     def draws(self, dtype: torch.dtype) -> bool:
         """True if weights of this dtype are rounded stochastically."""
         return self.noise and dtype in DROPPED_BITS
+
+    def needs_seed(self, weight: torch.dtype, _: torch.dtype, momentum: torch.dtype) -> bool:
+        """True if a step with these dtypes rounds anything stochastically."""
+        return self.draws(weight) or momentum == torch.int8
 
     @staticmethod
     def of(recipe: Recipe, group: Group) -> "Choices":
@@ -194,8 +203,9 @@ class Chunk:
         _, _, m, n = self.shape
         choices, types = self.choices, [TYPES[dtype] for dtype in self.batch.kind[2:]]
         raw = self.X[:, self.batch.allocation.raw :]
-        flags = (choices.chart, choices.nesterov, choices.maximize, choices.factors, False, False)
-        tables = (self.table, self.scalars, self.stats, self.stats)
+        flags = (choices.chart, choices.nesterov, choices.maximize, choices.factors)
+        flags = (*flags, False, False, False)
+        tables = (self.table, self.scalars, *(self.stats,) * 3)
         self._launch(before_kernel, *tables, raw, *self.shape, *flags, *types)
         scales: Any = scales_kernel[(self.count,)]
         scales(self.stats, self.table, self.count, m, self.size, False, BLOCK)

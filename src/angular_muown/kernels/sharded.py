@@ -28,7 +28,7 @@ from angular_muown.distributed.assignment import Assignment
 from angular_muown.distributed.collectives import all_to_all, start_all_gather
 from angular_muown.distributed.exchange import SharedParameter, run_rounds
 from angular_muown.distributed.mesh import RankGroup, local
-from angular_muown.distributed.reductions import sum_in_place
+from angular_muown.distributed.reductions import max_in_place, sum_in_place
 from angular_muown.kernels import products
 from angular_muown.kernels.columns import (
     ADDRESSES,
@@ -63,6 +63,7 @@ from angular_muown.kernels.triton.packets import return_kernel
 from angular_muown.kernels.triton.rows import (
     after_kernel,
     before_kernel,
+    maxima_kernel,
     moved_kernel,
     normalize_kernel,
     restore_kernel,
@@ -84,6 +85,7 @@ class Kind(NamedTuple):
     n: int
     dtypes: tuple[torch.dtype, ...]  # of W, G, M
     row_groups: tuple[RankGroup, ...]  # that share the rows
+    scale_groups: tuple[RankGroup, ...]  # that share the scales of an 8-bit momentum
 
 
 @dataclass
@@ -97,6 +99,7 @@ class LocalRows:
     stats: Tensor  # what `before` leaves for `after`
     sums: Tensor  # over all columns, if ranks share rows
     squares: Tensor  # of moved rows, likewise
+    maxima: Tensor  # of the new momentum's rows, if ranks share scales
 
     @property
     def size(self) -> int:
@@ -105,6 +108,10 @@ class LocalRows:
     @property
     def summed(self) -> bool:
         return bool(self.kind.row_groups)
+
+    @property
+    def scaled(self) -> bool:
+        return bool(self.kind.scale_groups)
 
     @property
     def types(self) -> list[Any]:
@@ -200,8 +207,8 @@ class FusedRound:
             launch_rows(
                 before_kernel, kind.rows, kind.width, rows.count,
                 self.step.entries[rows.start :], self.step.scalars_of(kind), rows.stats, rows.sums,
-                self.step.work, 0, rows.count, kind.rows, kind.width,
-                *flags, True, rows.summed, *rows.types,
+                rows.maxima, self.step.work, 0, rows.count, kind.rows, kind.width,
+                *flags, True, rows.summed, rows.scaled, *rows.types,
             )  # fmt: skip
 
     def _moved(self) -> None:
@@ -286,6 +293,7 @@ class FusedExchange:
         self.table: list[list[int]] = []
         self.member_of_entry: list[int] = []
         self.sums: Sums = []
+        self.maxima: Sums = []  # likewise, but the largest
         headed = [self.choices[members[k].index].factors for k in member_of]
         traffic = [Traffic(tasks, plan, self.sharding, headed) for tasks in plan.rounds]
         pools = self._pools(traffic)
@@ -302,9 +310,12 @@ class FusedExchange:
         ]
         self._allocate(members)
         self._allocate_sums(members)
-        self.draws = any(self.choices[k.group].draws(k.dtypes[0]) for k in self.kinds)
+        self._allocate_maxima(members)
+        self.draws = any(self.choices[k.group].needs_seed(*k.dtypes) for k in self.kinds)
         self.summed = [rows for one in self.rounds for rows in one.local if rows.summed]
+        self.scaled = [rows for one in self.rounds for rows in one.local if rows.scaled]
         self.sum_rows = Recording(self.summed, self.device)
+        self.find_maxima = Recording(self.scaled, self.device)
 
     def _pools(self, traffic: list[Traffic]) -> list[list[Tensor]]:
         """Make the rounds' buffers, shared between rounds that are not in transit together.
@@ -374,9 +385,32 @@ class FusedExchange:
                 for rows, part in zip(step_rows, own, strict=True):
                     rows.sums = part
 
-    def _packed(self, sizes: list[int]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        packed = torch.empty(sum(sizes), dtype=torch.float64, device=self.device)
+    def _allocate_maxima(self, members: Sequence[SharedParameter]) -> None:
+        """Make the packed maxima, one tensor per set of ranks, in the same order on all ranks."""
+        for ranks in dict.fromkeys(shared.sharding.row_groups for shared in members):
+            local_rows = [rows for one in self.rounds for rows in one.local]
+            some = [rows for rows in local_rows if rows.scaled and rows.kind.scale_groups == ranks]
+            if some:
+                maxima, own = self._packed([rows.size for rows in some], torch.float32)
+                self.maxima.append((maxima, ranks))
+                for rows, part in zip(some, own, strict=True):
+                    rows.maxima = part
+
+    def _packed(
+        self, sizes: list[int], dtype: torch.dtype = torch.float64
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        packed = torch.empty(sum(sizes), dtype=dtype, device=self.device)
         return packed, packed.split(sizes)
+
+    def _find_maxima(self) -> None:
+        for rows in self.scaled:
+            kind, choices = rows.kind, rows.choices
+            launch_rows(
+                maxima_kernel, kind.rows, kind.width, rows.count,
+                self.entries[rows.start :], self.scalars_of(kind), rows.stats, rows.sums,
+                rows.maxima, rows.count, kind.rows, kind.width,
+                choices.chart, choices.maximize, rows.summed, *rows.types,
+            )  # fmt: skip
 
     def _sum_rows(self) -> None:
         for rows in self.summed:
@@ -402,17 +436,19 @@ class FusedExchange:
                 flat = self.choices[shared.index].chart == FLAT
                 row_groups = () if flat else shared.sharding.row_groups
                 dtypes = self.operands.dtypes[self.member_of[i]]
+                scale_groups = shared.sharding.row_groups if dtypes[2] == torch.int8 else ()
                 sizes = (bottom - top, right - left, task.m, task.n)
-                kinds[Kind(shared.index, *sizes, dtypes, row_groups)].append(i)
+                kind = Kind(shared.index, *sizes, dtypes, row_groups, scale_groups)
+                kinds[kind].append(i)
         local_rows = []
         for kind, tasks_of_kind in kinds.items():
             self.kinds.setdefault(kind, len(self.kinds))
             count, start = len(tasks_of_kind), len(self.table)
             size = STATS * count * kind.rows
             stats = torch.empty(size, dtype=torch.float32, device=self.device)
-            none = stats  # of sums, where no rank shares rows
+            none = (stats,) * 3  # of sums and maxima, where no rank shares rows
             choices = self.choices[kind.group]
-            local_rows.append(LocalRows(kind, choices, start, count, stats, none, none))
+            local_rows.append(LocalRows(kind, choices, start, count, stats, *none))
             for i in tasks_of_kind:
                 self._add_entry(i, members, traffic, buffers)
         return local_rows
@@ -474,6 +510,8 @@ class FusedExchange:
         self.value_ring.send(self._values(members))
         self.sum_rows.run(self._sum_rows)
         sum_in_place(self.sums)
+        self.find_maxima.run(self._find_maxima)
+        max_in_place(self.maxima)
         run_rounds(self.rounds)
         self.operands.release()
         if not self.operands.stand_in:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from angular_muown import cuda_graph
 from angular_muown.adamw import MOMENTS
 from angular_muown.distributed.mesh import is_sharded, local, shard_like, whole
+from angular_muown.params.eight_bit import INT8, SCALE, is_eight_bit
 from angular_muown.params.layout import Layout
 from angular_muown.params.options import (
     Group,
@@ -43,7 +44,7 @@ METHOD_KEYS = (
 )
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 CLOCKS = ("step", "averaged")
-NONNEGATIVE_SUFFIXES = ("_sq", "second_moment")
+NONNEGATIVE_SUFFIXES = ("_sq", "second_moment", SCALE)
 MAY_BE_NONFINITE = ("master", "average")  # the weight replaces a damaged master
 ADVICE = "create the groups as they were saved, or start with fresh state"
 
@@ -120,6 +121,7 @@ def read(optimizer: LoadTarget, state_dict: StateDict) -> Contents:
                 states[p] = reader.read(p, f"parameter {name!r}", state_dict["state"][key])
     others = {key: x for key, x in state_dict["state"].items() if key not in parameter_keys}
     messages = _changed_values(optimizer, groups) + _dropped_averages(optimizer, state_dict)
+    messages += _kept_storage(optimizer, groups)
     return Contents(groups, states, others, messages)
 
 
@@ -304,6 +306,25 @@ def _changed_values(optimizer: LoadTarget, saved_groups: list[SavedGroup]) -> li
     ]
 
 
+def _kept_storage(optimizer: LoadTarget, saved_groups: list[SavedGroup]) -> list[str]:
+    """Keep the optimizer's choice between 8-bit and longer momentum; return a warning for each
+    group in which the next step converts what was loaded."""
+    warnings = []
+    for i, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
+        if group["algorithm"] != "matrix" or is_eight_bit(group) == (saved["state_dtype"] == INT8):
+            continue
+        names = [str(dtype or "float32") for dtype in (saved["state_dtype"], group["state_dtype"])]
+        lost = "nothing is rounded"
+        if is_eight_bit(group):
+            lost = "entries are rounded to 127 levels between 0 and the largest of their row"
+        warnings.append(
+            f"group {i}: the momentum in the state dict is {names[0]} and becomes {names[1]}, as "
+            f"in the optimizer: {lost}"
+        )
+        saved["state_dtype"] = group["state_dtype"]
+    return warnings
+
+
 def _dropped_averages(optimizer: LoadTarget, state_dict: StateDict) -> list[str]:
     """Return a warning for each group whose averages are dropped.
 
@@ -336,6 +357,8 @@ class StateReader:
             recipes = [optimizer.recipe(cast(Group, group)) for group in (saved, restored)]
             self.required = ("step", "momentum_buffer")
             self.vectors = tuple(dict.fromkeys(name for r in recipes for name in r.state_names))
+            if saved["state_dtype"] == INT8:
+                self.required, self.vectors = (*self.required, SCALE), (*self.vectors, SCALE)
 
     def read(self, p: Tensor, label: str, saved: Any) -> State:
         if not isinstance(saved, Mapping):
@@ -368,7 +391,8 @@ class StateReader:
             return self._counter(p, f"step of {label} in the state dict", value)
         shape = self._shape(p, name)
         if name in (*self._shaped_like_weight, *self.vectors):
-            _check_tensor(value, name, label, p, shape)
+            eight_bit = name == "momentum_buffer" and self.group["state_dtype"] == INT8
+            _check_tensor(value, name, label, p, shape, (torch.int8,) if eight_bit else FLOATS)
         elif not isinstance(value, Tensor) or value.is_meta or tuple(value.shape) != shape:
             return _copy_user_entry(value, p, f"{name} in the state of {label}")
         return self._place(value.detach().to(p.device).clone(), p, name)
@@ -412,7 +436,14 @@ class StateReader:
         return value if is_vector else value.contiguous()  # its matrices must be views
 
 
-def _check_tensor(value: Any, name: str, label: str, p: Tensor, shape: tuple[int, ...]) -> None:
+def _check_tensor(
+    value: Any,
+    name: str,
+    label: str,
+    p: Tensor,
+    shape: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+) -> None:
     label = f"{name} of {label}"
     if not isinstance(value, Tensor):
         raise TypeError(f"{label} is {value!r} in the state dict, not a tensor")
@@ -423,10 +454,11 @@ def _check_tensor(value: Any, name: str, label: str, p: Tensor, shape: tuple[int
         )
     if value.is_meta and not p.is_meta:
         raise TypeError(f"{label} is on the meta device in the state dict: it has no data")
-    if value.dtype not in FLOATS or value.layout != torch.strided:
+    if value.dtype not in dtypes or value.layout != torch.strided:
         raise TypeError(
             f"{label} is {value.dtype} and {value.layout} in the state dict: it must be a dense "
-            f"tensor of one of {', '.join(map(str, FLOATS))}"
+            f"tensor of {'one of ' * (len(dtypes) > 1)}{', '.join(map(str, dtypes))}; if it was "
+            "saved with another state_dtype, create the optimizer with that one"
         )
     if name not in MAY_BE_NONFINITE:
         _check_entries(local(value.detach()), label, not name.endswith(NONNEGATIVE_SUFFIXES))

@@ -33,8 +33,9 @@ class CommonOptions(TypedDict, total=False):
         betas: Adam's two decay rates, for row lengths, gains and groups with algorithm="adamw".
         eps: Adam's epsilon, likewise.
         maximize: ascend instead of descending.
-        state_dtype: dtype of the momentum, "float32", "float64" or "bfloat16"; None is float32
-            (float64 for float64 weights).
+        state_dtype: dtype of the momentum, "float32", "float64", "bfloat16" or "int8"; None is
+            float32 (float64 for float64 weights). "int8" takes one byte per entry, and one number
+            per row.
         write_back: how 16-bit weights are stored, by "stochastic" rounding or next to a float32
             "master" copy.
         capturable: keep lr and counters on the device, so that a CUDA graph can record a step.
@@ -242,7 +243,7 @@ FOREIGN_KEYS = (
 )
 WIRE_DTYPES = (None, "float32", "float64", "bfloat16")  # float16 would lose small entries
 # No float16: gradients, and momentum with them, leave its range of 6e-8 to 65,504.
-STATE_DTYPES = (None, "float32", "float64", "bfloat16")
+STATE_DTYPES = (None, "float32", "float64", "bfloat16", "int8")
 
 
 def _is_nonnegative(x: Any) -> bool:

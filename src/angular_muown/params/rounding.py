@@ -28,11 +28,7 @@ def round_stochastically(
     replicas agree, a resumed run repeats it, and torch's random state is not touched. All matrices
     of a step share the noise, in any order; their remainders and signs differ.
     """
-    m, n = X.shape[-2:]
-    top, left = corner
-    row = torch.arange(top, top + m, device=X.device, dtype=torch.int64).unsqueeze(-1)
-    column = torch.arange(left, left + n, device=X.device, dtype=torch.int64)
-    noise = _hash(_hash(row + hash_seed(seed)) + column)
+    noise = position_noise(X, seed, corner)
     mask = (1 << DROPPED_BITS[dtype]) - 1
     bits = X.contiguous().view(torch.int32)
     rounded = (bits + (noise & mask).to(torch.int32)) & ~mask
@@ -42,6 +38,15 @@ def round_stochastically(
         subnormal = (X * 2.0**24 + (noise & 0xFFFF) / 65536).floor() * 2.0**-24
         rounded = torch.where(X.abs() < torch.finfo(dtype).smallest_normal, subnormal, rounded)
     return rounded.to(dtype)
+
+
+def position_noise(X: Tensor, seed: int | Tensor, corner: tuple[int, int] = (0, 0)) -> Tensor:
+    """Return 32 random bits for every entry of (..., m, n) matrices, as int64 (m, n)."""
+    m, n = X.shape[-2:]
+    top, left = corner
+    row = torch.arange(top, top + m, device=X.device, dtype=torch.int64).unsqueeze(-1)
+    column = torch.arange(left, left + n, device=X.device, dtype=torch.int64)
+    return _hash(_hash(row + hash_seed(seed)) + column)
 
 
 def _hash(x: Tensor) -> Tensor:

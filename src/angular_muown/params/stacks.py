@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from angular_muown.distributed.mesh import local, local_gradient
+from angular_muown.params.eight_bit import SCALE, decode, encode
 from angular_muown.params.layout import Layout, Slice2D
 from angular_muown.params.options import Group, seed
 from angular_muown.params.rounding import DROPPED_BITS, reconcile_master, round_stochastically
@@ -61,6 +62,7 @@ class Stack:
     views: list[MatrixView]
     maximize: bool
     noise: int | Tensor | None  # seed of the stochastic write-back; None rounds to nearest
+    step: int | Tensor = 0  # seed of 8-bit momentum's rounding
     reductions: Reductions = LOCAL
     compute: torch.dtype = field(init=False)
 
@@ -104,8 +106,13 @@ class Stack:
         G = self._gather([view.G for view in self.views])
         return -G if self.maximize else G
 
-    def gather_M(self) -> Tensor:
-        return self._gather([view.M for view in self.views])
+    @property
+    def has_eight_bits(self) -> bool:
+        return self.views[0].M.dtype == torch.int8
+
+    def gather_M(self, state: State) -> Tensor:
+        M = self._gather([view.M for view in self.views])
+        return decode(M, state[SCALE]) if self.has_eight_bits else M
 
     def gather_state(self) -> State:
         names = self.views[0].state
@@ -116,6 +123,8 @@ class Stack:
         dtype = self.views[0].W.dtype
         if self.noise is not None and dtype in DROPPED_BITS:
             W = round_stochastically(W, dtype, self.noise, self.views[0].corner)
+        if self.has_eight_bits:
+            M, state[SCALE] = encode(M, self.step, self.views[0].corner, self.reductions)
         self._scatter([view.W for view in self.views], W)
         self._scatter([view.M for view in self.views], M)
         for name, values in state.items():
@@ -227,7 +236,7 @@ def stacks(
     limit = max(LEAST_ELEMENTS, int(group["workspace"] * elements / COPIES))
     for views in kinds.values():
         for batch in _batches(limit, views):
-            yield Stack(batch, group["maximize"], seed(group))
+            yield Stack(batch, group["maximize"], seed(group), group["step"])
 
 
 def _batches(limit: int, views: Sequence[MatrixView]) -> Iterator[list[MatrixView]]:
@@ -248,4 +257,4 @@ def _batches(limit: int, views: Sequence[MatrixView]) -> Iterator[list[MatrixVie
 def kind_of(view: MatrixView) -> Any:
     """A key that is equal for views that can share a stack."""
     t = None if isinstance(view.t, Tensor) else view.t
-    return (*view.sides, view.W.dtype, view.W.device, t)
+    return (*view.sides, view.W.dtype, view.M.dtype == torch.int8, view.W.device, t)

@@ -6,7 +6,21 @@ import torch
 from torch import Tensor
 
 from angular_muown import adamw
-from angular_muown.distributed.mesh import is_sharded, local, zero_vector, zeros_like
+from angular_muown.distributed.mesh import (
+    is_sharded,
+    local,
+    shard_like,
+    whole,
+    zero_vector,
+    zeros_like,
+)
+from angular_muown.params.eight_bit import (
+    SCALE,
+    from_eight_bit,
+    is_eight_bit,
+    scale_names,
+    to_eight_bit,
+)
 from angular_muown.params.layout import Layout
 from angular_muown.params.options import Group
 from angular_muown.stages.context import State
@@ -52,12 +66,16 @@ def ensure_states(
     Every step calls this. Each parameter is looked up once, because hashing a tensor costs the host
     more than everything else here.
     """
-    required = {"step", *(recipe.state_names if recipe else ())}
+    eight_bit = is_eight_bit(group) and recipe is not None
+    required = {"step", *(_vectors(recipe, group) if recipe else ())}
     master = group["write_back"] == "master"
     if group["average"] is not None:
         required.add("average")
     states = [all_states[p] for p in params]
     for p, state in zip(params, states, strict=True):
+        M = state.get("momentum_buffer")
+        if recipe and M is not None and (M.dtype == torch.int8) != eight_bit:
+            _convert_momentum(p, state, group)
         if master or not required <= state.keys():
             init_state(p, state, group, recipe)
     return states
@@ -96,11 +114,33 @@ def _init_matrices(
         state["step"] = torch.zeros((), dtype=torch.float32, device=device)
         dtype = getattr(torch, str(group["state_dtype"])) if group["state_dtype"] else compute
         state["momentum_buffer"] = zeros_like(p, dtype)
-    for name in recipe.state_names:
+    for name in _vectors(recipe, group):
         if name not in state:
             state[name] = zero_vector(p, Layout.of(group), name, compute)
     if group["write_back"] == "master" and p.dtype != compute and "master" not in state:
         state["master"] = zeros_like(p, compute).copy_(p)
+
+
+def _vectors(recipe: Recipe, group: Group) -> tuple[str, ...]:
+    """Return the names of the vectors that a step needs."""
+    return (*recipe.state_names, *scale_names(group))
+
+
+def _convert_momentum(p: Tensor, state: State, group: Group) -> None:
+    """Store a momentum as the group asks for: it was loaded, or the group's state_dtype changed.
+
+    If p is sharded, all ranks take part. Each holds the whole momentum for a moment.
+    """
+    layout, M = Layout.of(group), whole(state["momentum_buffer"])
+    if is_eight_bit(group):
+        q, scale = to_eight_bit(M, layout)
+        state["momentum_buffer"] = shard_like(p, q, layout)
+        state[SCALE] = shard_like(p, scale, layout, SCALE)
+    else:
+        compute = torch.promote_types(p.dtype, torch.float32)
+        dtype = getattr(torch, str(group["state_dtype"])) if group["state_dtype"] else compute
+        M = from_eight_bit(M, whole(state.pop(SCALE)), layout, dtype)
+        state["momentum_buffer"] = shard_like(p, M, layout)
 
 
 def state_bytes(p: Tensor, group: Group, recipe: Recipe | None) -> int:

@@ -34,11 +34,30 @@ def test_a_budget_says_what_to_write(capsys, text) -> None:
     assert expected in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["show", "train"])
-def test_a_model_without_layers_is_refused(data, tmp_path, monkeypatch, capsys, command) -> None:
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("model.layers=0", "model.layers=0: it must be at least 1"),
+        ("model.heads=5", "width=96"),
+        ("model.kind=rnn", "model kind 'rnn' is not one of"),
+        ("optim.name=adam", "optim.name=adam: it must be one of adamw, muon"),
+        ("optim.beta1=2", "optim: betas=(2.0, 0.95) is not valid"),
+        ("schedule.warmup=900", "schedule.warmup=900: the run has 300 steps"),
+    ],
+)
+@pytest.mark.parametrize("command", ["show", "train", "trunk"])
+def test_settings_that_cannot_run_leave_no_folder(
+    data, tmp_path, monkeypatch, capsys, command, setting, message
+) -> None:
+    """`--out` decides what is created first: the run folder with its LOCK, or nothing."""
     monkeypatch.chdir(tmp_path)
-    assert main([command, "nano", f"data={data}", "model.layers=0"]) == 2
-    assert "model.layers=0: it must be at least 1" in capsys.readouterr().err
+    out = [] if command == "show" else ["--out", "store/run"]
+    horizons = ["--horizons", "300"] if command == "trunk" else []
+    if command == "trunk" and "warmup" in setting:
+        message = "schedule.warmup=900: the run has 240 steps"
+    assert main([command, "nano", f"data={data}", setting, *out, *horizons]) == 2
+    assert message in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()], "nothing is created"
 
 
 def test_resume_auto_from_nothing_says_so(data, tmp_path, capsys) -> None:
@@ -125,7 +144,8 @@ def test_trackio_does_not_warn(data, tmp_path) -> None:
     pytest.importorskip("trackio")
     command = [
         *(sys.executable, "-m", "angular_lab", "train", "nano"),
-        *(f"data={data}", *SMALL, "loggers=trackio", "--device", "cpu", "--out", "run"),
+        *(f"data={data}", *SMALL, "optim.decay_scale=1", "loggers=trackio"),
+        *("--device", "cpu", "--out", "run"),
     ]
     places = {"TRACKIO_DIR": str(tmp_path / "trackio"), "HOME": str(tmp_path)}
     done = subprocess.run(

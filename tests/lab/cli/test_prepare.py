@@ -58,3 +58,18 @@ def test_another_column_is_another_corpus(tmp_path, capsys) -> None:
     assert main([*prepare, "--column", "a"]) == 0
     assert main([*prepare, "--column", "b"]) == 2
     assert "[b]" in capsys.readouterr().err
+
+
+def test_a_single_text_can_be_trained_on(tmp_path, capsys) -> None:
+    """The commonest first corpus: one file without separators between documents."""
+    (tmp_path / "book.txt").write_text("\n".join(f"line {i} of a book" for i in range(300)))
+    out = tmp_path / "data"
+    command = ["prepare", str(tmp_path / "book.txt"), "--tokenizer", "bytes", "--workers", "1"]
+    assert main([*command, "--out", str(out), "--val-fraction", "0.05"]) == 0
+    assert "validation has the last 280 tokens of the last document" in capsys.readouterr().err
+    run = ["train", "nano", f"data={out}", *SMALL, "--out", str(tmp_path / "run")]
+    assert main([*run, "--device", "cpu"]) == 0
+    assert main([*command, "--out", str(tmp_path / "none"), "--val-fraction", "0"]) == 0
+    assert "no validation split (--val-fraction 0), and training needs one" in (
+        capsys.readouterr().err
+    )

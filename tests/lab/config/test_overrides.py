@@ -7,7 +7,14 @@ import pytest
 
 from angular_lab.cli.main import main
 from angular_lab.config.named_runs import NAMED_RUNS, named_run
-from angular_lab.config.overrides import as_typed, count, differences, help_text, override
+from angular_lab.config.overrides import (
+    ALIASES,
+    as_typed,
+    count,
+    differences,
+    help_text,
+    override,
+)
 from angular_lab.config.spec import Spec, Window, get, keys
 from angular_lab.errors import UserError
 
@@ -92,7 +99,18 @@ def test_help_lists_every_key_with_its_default_and_comment(
         ("step=3", "unknown key 'step'; did you mean steps?"),
         ("optim.rl=3", "unknown key 'optim.rl'; did you mean optim.lr?"),
         ("lr=3", "unknown key 'lr'; did you mean optim.lr?"),
-        ("steps.x=1", "unknown key 'steps.x'"),
+        ("optim.learning_rate=3", "unknown key 'optim.learning_rate'; did you mean optim.lr?"),
+        ("learning_rate=3", "unknown key 'learning_rate'; did you mean optim.lr?"),
+        ("optim.wd=3", "unknown key 'optim.wd'; did you mean optim.weight_decay?"),
+        ("optim.betas=3", "unknown key 'optim.betas'; did you mean optim.beta1?"),
+        ("n_layer=3", "unknown key 'n_layer'; did you mean model.layers?"),
+        ("batch_size=3", "unknown key 'batch_size'; did you mean batch?"),
+        ("seq_len=3", "unknown key 'seq_len'; did you mean model.sequence?"),
+        ("model.steps=3", "unknown key 'model.steps'; did you mean steps?"),
+        ("schedule.warmpu=3", "unknown key 'schedule.warmpu'; did you mean schedule.warmup?"),
+        ("evaltokens=3", "unknown key 'evaltokens'; did you mean eval_tokens?"),
+        ("optim.xyzzy=1", "unknown key 'optim.xyzzy'; `angular-lab train --help` lists all keys"),
+        ("steps.x=1", "unknown key 'steps.x'; `angular-lab train --help` lists all keys"),
         ("optim=muon", "'optim' has parts: set one of optim.name"),
         ("faster", "'faster' is not an override: write key=value"),
         ("steps=many", "steps=many: steps must be an integer"),
@@ -111,6 +129,11 @@ def test_a_mistake_is_named_with_what_to_write(assignment: str, message: str) ->
     with pytest.raises(UserError) as error:
         override(Spec(), [assignment])
     assert str(error.value).startswith(message)
+
+
+def test_names_of_other_programs_lead_to_keys_that_exist() -> None:
+    assert {*ALIASES.values()} <= {*KEYS}
+    assert not {key.rpartition(".")[2] for key in KEYS} & {*ALIASES}
 
 
 @pytest.mark.parametrize(

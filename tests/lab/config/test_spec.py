@@ -39,7 +39,7 @@ def test_a_spec_survives_json(name: str) -> None:
         ("save_every=0", "save_every=0: it must be at least 1, or none"),
         ("eval_every=-1", "eval_every=-1: it must be at least 1, or none"),
         ("micro_batch=0", "micro_batch=0: it must be at least 1, or none"),
-        ("precision=fp16", "precision=fp16: it must be one of bf16, fp32"),
+        ("precision=fp16", "precision=fp16: it must be one of bf16, bf16_weights, fp32"),
         ("on_nan=foo", "on_nan=foo: it must be one of stop, skip"),
         ("parallel=magic", "parallel=magic: it must be one of ddp, fsdp"),
         ("schedule.kind=up", "schedule.kind=up: it must be one of wsd, cosine, constant"),

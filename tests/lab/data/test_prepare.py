@@ -22,6 +22,7 @@ from angular_lab.data.prepare import prepare, prepare_stdlib
 from angular_lab.data.shards import JOURNAL, Manifest, read_header
 from angular_lab.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from angular_lab.errors import UserError
+from angular_lab.log import configure_logging
 from tests.lab.data.kill_prepare import contents
 
 ROOT = Path(__file__).parents[3]
@@ -51,9 +52,31 @@ def read(folder: Path, split: str) -> list[list[int]]:
     return [np.fromfile(p, read_header(p)[1], offset=1024).tolist() for p in paths]
 
 
+def joined(folder: Path, split: str) -> list[int]:
+    return [token for shard in read(folder, split) for token in shard]
+
+
 def is_val(content: bytes, seed: int, fraction: float) -> bool:
     digest = hashlib.blake2b(content, digest_size=16, key=str(seed).encode()).digest()
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
+
+
+def hold_out(streams, counts, content, fraction, tokens, lone) -> int:
+    """Move the end of the last document to the split that has none; return its tokens."""
+    if fraction == 0 or (counts["val"] and not lone):
+        return 0
+    if counts["val"]:  # a single document, drawn for validation
+        streams["train"], streams["val"] = streams["val"], []
+    total = min(len(streams["train"]), tokens or 10**9)
+    held_out = min(max(1, round(fraction * total)), len(content) // 2)
+    if not held_out:
+        if counts["val"]:
+            streams["train"], streams["val"] = [], streams["train"]
+        return 0
+    streams["train"] = streams["train"][:-held_out]
+    streams["val"] = [256, *content[-held_out:]]
+    counts.update(train=max(1, counts["train"]), val=1)
+    return held_out
 
 
 @settings(max_examples=30)
@@ -72,12 +95,16 @@ def test_shards_are_those_of_a_plain_loop(
     manifest = make(texts, out, shard_tokens=shard, val_fraction=fraction, seed=seed, tokens=tokens)
     streams: dict[str, list[int]] = {"train": [], "val": []}
     counts = {"train": 0, "val": 0}
-    for text in texts:
+    for i, text in enumerate(texts):
         content = text.encode("utf-8", "replace")
         name = "val" if is_val(content, seed, fraction) else "train"
         streams[name] += [256, *content]
         counts[name] += 1
-        if tokens is not None and len(streams["train"]) >= tokens:
+        reached = tokens is not None and len(streams["train"]) >= tokens
+        if (reached or i == len(texts) - 1) and 0 in counts.values() and counts[name] == i + 1:
+            held_out = hold_out(streams, counts, content, fraction, tokens, lone=i == 0)
+            assert manifest.arguments.get("held_out", 0) == held_out
+        if reached:
             streams["train"] = streams["train"][:tokens]
             break
     for name, stream in streams.items():
@@ -89,6 +116,36 @@ def test_shards_are_those_of_a_plain_loop(
             assert split.bytes == len(stream) - counts[name]
         assert [info.max_id for info in split.files] == [max(ids) for ids in shards]
     assert Manifest.load(out) == manifest
+
+
+@pytest.mark.parametrize("fraction", [0.005, 0.2])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_single_text_is_divided(tmp_path, bpe, fraction, seed) -> None:
+    """Whatever its hash says: at 0.2, seed 2 draws it for validation."""
+    text = " ".join(TEXTS)
+    (tmp_path / "book.txt").write_text(text)
+    out = tmp_path / "out"
+    manifest = make(str(tmp_path / "book.txt"), out, bpe, val_fraction=fraction, seed=seed)
+    train, val = (joined(out, name) for name in ("train", "val"))
+    assert bpe.decode(train[1:]) + bpe.decode(val[1:]) == text
+    assert train[0] == val[0] == bpe.end_of_text
+    count = manifest.arguments["held_out"]
+    assert count == len(val) - 1 == round(fraction * (len(train) + len(val) - 1))
+    sizes = [manifest.splits[name].bytes for name in ("train", "val")]
+    assert sum(sizes) == pytest.approx(len(text), abs=1)
+    assert make(str(tmp_path / "book.txt"), out, bpe, val_fraction=fraction, seed=seed) == manifest
+    assert len(Tokens(out, "val", 2, 300)) > 0
+
+
+def test_the_last_of_several_texts_is_divided_if_none_is_for_validation(tmp_path) -> None:
+    texts = TEXTS[:5]
+    manifest = make(texts, tmp_path / "out", val_fraction=0.01)
+    assert not any(is_val(text.encode(), 0, 0.01) for text in texts)
+    whole = [x for text in texts for x in (256, *text.encode())]
+    assert joined(tmp_path / "out", "train") == whole[:-1]
+    assert joined(tmp_path / "out", "val") == [256, whole[-1]]
+    assert manifest.arguments["held_out"] == 1
+    assert "held_out" not in make(texts, tmp_path / "none", val_fraction=0.0).arguments
 
 
 def test_the_result_opens_as_tokens(tmp_path) -> None:
@@ -294,6 +351,7 @@ def test_resuming_encodes_only_the_rest_and_removes_unlisted_shards(tmp_path, mo
 
 
 def test_concurrent_calls_do_the_work_once(tmp_path, capfd) -> None:
+    configure_logging()
     started, released = threading.Event(), threading.Event()
 
     def slow() -> Iterator[str]:

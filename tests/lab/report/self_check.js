@@ -31,13 +31,38 @@ function sortEveryColumn() {
   return {clicks, wrong};
 }
 
+// Of what tells the result: how many words reach over the right edge.
+function countCut() {
+  const width = document.documentElement.clientWidth;
+  const told = Array.from(document.querySelectorAll('.result p, .lead figure, summary'));
+  return told.filter(element => element.getBoundingClientRect().right > width).length;
+}
+
+// The height of the smallest letters in a figure, in pixels of the screen.
+function smallestLetters() {
+  const sizes = Array.from(document.querySelectorAll('svg text'), text => {
+    const svg = text.closest('svg');
+    const scale = svg.getBoundingClientRect().width / svg.viewBox.baseVal.width;
+    return scale * parseFloat(getComputedStyle(text).fontSize);
+  });
+  return Math.min(...sizes);
+}
+
 function selfCheck() {
   const root = document.documentElement;
+  const before = {
+    current: document.querySelector('.contents [aria-current]').getAttribute('href'),
+    folded: getComputedStyle(document.querySelector('.contents > ul')).display === 'none',
+    opened: Array.from(document.querySelectorAll('details.fold[open]'), box => box.id),
+    cut: countCut(),
+  };
   for (const details of document.querySelectorAll('details')) details.open = true;
   const figures = Array.from(document.querySelectorAll('figure'));
   const ids = Array.from(document.querySelectorAll('[id]'), element => element.id);
   const links = Array.from(document.querySelectorAll('nav a'), a => a.getAttribute('href'));
   return {
+    ...before,
+    letters: smallestLetters(),
     ...sortEveryColumn(),
     figures: figures.length,
     hidden: figures.filter(isHidden).length,
@@ -48,8 +73,8 @@ function selfCheck() {
   };
 }
 
-window.addEventListener('load', () => {
+window.addEventListener('load', () => setTimeout(() => {  // after the page has scrolled
   const result = JSON.stringify(selfCheck());
   document.documentElement.dataset.selfcheck = result;
   if (parent !== window) parent.postMessage(result, '*');
-});
+}, 200));

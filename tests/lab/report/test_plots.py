@@ -2,7 +2,7 @@
 
 from matplotlib.figure import Figure
 
-from angular_lab.report.plots import Panel, Trace, _legend_columns, draw
+from angular_lab.report.plots import Panel, Trace, _legend_columns, draw, ticks_with_room
 
 
 def test_legend_columns_are_filled_as_matplotlib_does() -> None:
@@ -17,3 +17,12 @@ def test_an_axis_may_begin_at_zero() -> None:
     axes = Figure().add_subplot()
     draw(axes, Panel([Trace([1, 2], [5, 6], 0)], "x", "y", y_bottom=0))
     assert axes.get_ylim()[0] == 0
+
+
+def test_ticks_do_not_touch_each_other() -> None:
+    rates = [0.001, 0.0012, 0.002, 0.02, 0.021]
+    panel = Panel([], "lr (log)", "loss", log_x=True, x_ticks=rates)
+    assert ticks_with_room(panel) == [0.001, 0.002, 0.02]
+    labelled = panel._replace(traces=[Trace([0.001, 0.021], [2, 1], 0, "a" * 20)])
+    assert ticks_with_room(labelled) == [0.001, 0.02]  # labels at line ends take room
+    assert ticks_with_room(Panel([], "steps", "loss", x_ticks=[100])) == [100]

@@ -20,13 +20,14 @@ from tests.lab.report.made import choosing, spec_of, write_lines, write_run
 @pytest.mark.usefixtures("drawn")
 def test_the_page_is_self_contained_and_escaped(tmp_path: Path) -> None:
     run, out = write_run(tmp_path / "run <i>", spec_of(), 3.0), tmp_path / "out"
-    page = write_report([run], out, "A title & more", [("H", "<b>")], ["Above < all"])
+    page = write_report([run], out, "A title & more", [("H", "<b> -1")], ["Above < all, at -1"])
     text = page.read_text()
     assert text.startswith("<!doctype html>")
     assert text.index("Above &lt; all") < text.index("<table")
     assert text.count("<svg") == 4
     assert "A title &amp; more" in text
-    assert "<pre>&lt;b&gt;</pre>" in text
+    assert "<pre>&lt;b&gt; -1</pre>" in text  # a sample stays as it is
+    assert "at −1" in text
     assert ">run &lt;i&gt;</td>" in text
     links = set(re.findall(r"(?:src|href)=[\"']?([^\"' >]+)", text))
     assert all(link.startswith("#") for link in links)
@@ -101,4 +102,4 @@ def test_the_summary_of_a_run(tmp_path: Path, kind: str, first: int, last: int) 
     values = summary(RunFolder(tmp_path / "run"))
     assert values["aux lr"] == spec.optim.lr  # not set: as lr
     assert (values["validation loss"], values["of the average, 0.5"]) == (2.5, 2.25)
-    assert values["angle at full learning rate (mrad)"] == f"{first:.2f} - {last:.2f}"
+    assert values["angle at full learning rate (mrad)"] == f"{first:.2f} to {last:.2f}"

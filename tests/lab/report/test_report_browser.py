@@ -22,6 +22,9 @@ QUIET = (
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
     "--hide-scrollbars",
 )  # fmt: skip
+FRAME = """<iframe src="{}" style="width: {}px; height: 800px"></iframe><script>
+addEventListener('message', e => {{ document.documentElement.dataset.selfcheck = e.data; }});
+</script>"""
 SELF_CHECK = Path(__file__).with_name("self_check.js").read_text()
 
 pytestmark = pytest.mark.skipif(
@@ -75,11 +78,24 @@ def check(tmp_path: Path, page: Path, *options: str) -> dict[str, Any]:
 def test_figures_tables_and_script(tmp_path: Path, page: Path, width: int) -> None:
     result = check(tmp_path, page, f"--window-size={width},900")
     assert result["errors"] == []
-    assert (result["figures"], result["hidden"]) == (6 + 7 + 4, 0)
+    in_short, sweeps, single_runs = 1, 6 + 7, 4
+    assert (result["figures"], result["hidden"]) == (in_short + sweeps + single_runs, 0)
     assert result["clicks"] > 100
     assert result["wrong"] == 0  # every header sorts up, then down
     assert result["overflow"] <= 0  # wide tables scroll inside their own box
     assert (result["repeated"], result["lost"]) == (0, 0)  # ids, links of the contents
+    assert result["current"] == "#short"  # the contents mark what is being read
+    assert result["folded"] == (width < 900)  # at the side, or a bar at the top
+    assert result["cut"] == 0  # the result is readable without scrolling sideways
+
+
+def test_the_contents_follow_the_reader_and_links_open_tables(tmp_path: Path, page: Path) -> None:
+    target = copy(tmp_path, page)
+    frame = tmp_path / "frame.html"
+    frame.write_text(FRAME.format(f"{target.name}#small-pairs", 1000))
+    result = result_in(dump(tmp_path, frame))
+    assert result["current"] == "#small-sweep--tables"
+    assert result["opened"] == ["small-pairs", "single-runs-1-summary"]
 
 
 def test_the_order_of_rows_after_clicks(tmp_path: Path, page: Path) -> None:
@@ -99,13 +115,11 @@ def test_the_order_of_rows_after_clicks(tmp_path: Path, page: Path) -> None:
 def test_a_phone(tmp_path: Path, page: Path) -> None:
     """A headless window is at least 500 px wide; a frame can be narrower."""
     frame = tmp_path / "frame.html"
-    frame.write_text(
-        f'<iframe src="{copy(tmp_path, page).name}" style="width: 390px; height: 800px"></iframe>'
-        "<script>addEventListener('message', e => "
-        "document.documentElement.dataset.selfcheck = e.data)</script>"
-    )
+    frame.write_text(FRAME.format(copy(tmp_path, page).name, 390))
     result = result_in(dump(tmp_path, frame))
     assert (result["hidden"], result["overflow"], result["errors"]) == (0, 0, [])
+    assert (result["cut"], result["folded"]) == (0, True)
+    assert result["letters"] >= 10  # pixels, of the smallest text in a figure
 
 
 def test_the_check_finds_failures(tmp_path: Path, page: Path) -> None:

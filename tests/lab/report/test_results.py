@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from angular_lab.report.figures import colors, interpolate, prediction, sweep_figures
+from angular_lab.report.plots import COLORS
 from angular_lab.report.read import collect, read_sweep
 from angular_lab.report.report import make_report
 from angular_lab.report.verdicts import constant_phase_ratio
@@ -60,8 +61,8 @@ def test_with_more_seeds_the_papers_claims_hold(tmp_path: Path) -> None:
 def test_tables_by_hand(tmp_path: Path) -> None:
     make_report([choosing(tmp_path / "small")], tmp_path / "out")
     adamw, ours = table(tmp_path / "out", "small-final-loss")
-    assert float(ours["ours at 100k"]) == pytest.approx(3.03)  # (3.04 + 3.02) / 2: not seed 0
-    assert float(adamw["ours at 200k"]) == pytest.approx(2.93)
+    assert float(ours["at 100k"]) == pytest.approx(3.03)  # (3.04 + 3.02) / 2: not seed 0
+    assert float(adamw["at 200k"]) == pytest.approx(2.93)
     assert ours["seeds"] == "2 seeds (1, 2)"
     assert float(ours["best lr"]) == 0.02
     assert float(ours["paper at 10B"]) == 2.902
@@ -231,7 +232,9 @@ def test_interpolation_and_colors() -> None:
     assert interpolate([1, 3], [10, 20], 0.5) is None
     assert interpolate([1, 3], [10, 20], 9) == 20
     painted = colors([("a", "muon"), ("b", "muon"), ("c", OURS)])
-    assert painted == {"a": 4, "b": 0, "c": 1}
+    assert painted == {"a": 4, "b": 4 + len(COLORS), "c": 1}  # b: dashed, in Muon's colour
+    painted = colors([(name, OURS) for name in "abc"])
+    assert painted == {"a": 1, "b": 0, "c": 2}  # one optimizer: the colours tell methods apart
 
 
 def test_single_runs_next_to_a_sweep(tmp_path: Path) -> None:

@@ -147,7 +147,10 @@ def test_one_figure_shows_all_differences_before_the_tables(tmp_path: Path) -> N
     assert figure is not None
     dots, *arrows = figure.panel.traces
     assert list(dots.xs) == pytest.approx([-0.08])
-    assert (dots.kind, dots.label, figure.panel.y_names) == ("open", "open", ["adamw"])
+    assert (dots.kind, dots.label) == ("open", "open")
+    assert figure.panel.y_names == ["against adamw", ""]  # a heading, and its row
+    assert figure.panel.y_notes == ["", "−0.0800 open"]
+    assert list(dots.ys) == [1]
     half = 12.7062 * 0.02
     assert dots.spans[0] == pytest.approx((-0.08 - half, -0.08 + half), abs=1e-5)
     assert [arrow.kind for arrow in arrows] == ["cut_low", "cut_high"]
@@ -158,5 +161,6 @@ def test_one_figure_shows_all_differences_before_the_tables(tmp_path: Path) -> N
     drawn = difference_figure(settled)
     assert drawn is not None
     assert [trace.kind for trace in drawn.panel.traces] == ["settled"]
-    assert drawn.panel.y_names == ["adamw, 100k", "adamw, 200k"]
+    assert drawn.panel.y_names == ["against adamw", "100k", "200k"]
+    assert list(drawn.panel.traces[0].ys) == [1, 2]
     assert list(drawn.panel.traces[0].xs) == pytest.approx([-0.09, -0.1])

@@ -2,18 +2,24 @@
 
 import shutil
 from dataclasses import replace
+from math import ceil
 from pathlib import Path
 
 import pytest
 
 from angular_lab.cli.main import main
+from angular_lab.data.prepare import prepare
 from angular_lab.data.shards import Manifest
+from angular_lab.data.tokenizer import BytesTokenizer
 from angular_lab.experiments.comparison import EXPERIMENTS
 from angular_lab.experiments.definition import Experiment
 from angular_lab.sweeps import workers
 from angular_lab.sweeps.sweep import Sweep
+from angular_lab.sweeps.sweep_file import SweepRecord
 from tests.lab.runs import LIMIT
 from tests.lab.sweeps.small import small
+
+LONG = 200  # steps, more tokens than the small corpus has
 
 
 @pytest.fixture
@@ -29,7 +35,8 @@ def test_it_reports_progress_and_data(
     words = ["sweep", "small", "--out", str(tmp_path), "--device", "cpu"]
     assert main([*words, "--budget", "0.001s"]) == 75
     assert capsys.readouterr().err.splitlines() == [
-        f"small, scale nano: 0 of 6 trials done; data: {data}",
+        f"small, scale nano: 0 of 6 trials done; data: {data}; longest run: 0.00 passes over "
+        "11.9M training tokens",
         "stopped: the budget is spent; small-nano: 0 of 6 trials done, 6 left; run the same "
         "command to continue",
     ]
@@ -45,27 +52,68 @@ def test_it_reports_progress_and_data(
 
 def test_it_names_the_default_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", "speedrun", "--out", str(tmp_path), "--budget", "0.001s"]) == 75
-    expected = "data: stdlib (the Python standard library, as bytes)\n"
+    expected = "data: stdlib (the Python standard library, as bytes); longest run: 0."
     assert expected in capsys.readouterr().err
 
 
-def test_it_reports_how_often_a_short_corpus_is_read(data: Path, tmp_path: Path) -> None:
-    manifest = Manifest.load(data)
+@pytest.mark.parametrize("command", ["sweep", "submit"])
+def test_a_corpus_is_read_once_unless_the_user_allows_more(
+    plan: Experiment,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+) -> None:
+    """By the longest run: the same text twice and a half."""
+    few = prepare_few(tmp_path / "data")
+    per_step = plan.arms[0].spec.tokens_per_step
+    monkeypatch.setitem(EXPERIMENTS, "small", lambda _: replace(plan, horizons=(4, LONG)))
+    words = [command, "small", "--out", str(tmp_path / "store"), "--data", str(tmp_path / "data")]
+    passes = LONG * per_step / few
+    least = f"{ceil(passes * 10) / 10:g}"
+    assert main(words) == 2
+    assert (
+        f"the longest run of small-nano makes {passes:.2f} passes over 0.0M training tokens, and "
+        f"--passes allows 1: prepare more text, or allow it with --passes {least}"
+    ) in capsys.readouterr().err
+    assert not (tmp_path / "store").exists()
+    allowed = [*words, "--passes", least]
+    more = ["--budget", "0.001s"] if command == "sweep" else ["--dry-run", "--time", "1h"]
+    assert main([*allowed, *more]) in (0, 75)
+    assert f"{passes:.2f} passes over" in capsys.readouterr().err
+
+
+def prepare_few(out: Path) -> int:
+    """Prepare a small corpus, and return its training tokens."""
+    texts = [f"document {i} of a small corpus" for i in range(400)]
+    prepare(texts, BytesTokenizer(), out, val_fraction=0.2, progress=False)
+    manifest = Manifest.load(out)
     assert manifest is not None
-    tokens = manifest.splits["train"].tokens
-    plan = small(data)
-    twice = -(-2 * tokens // plan.arms[0].spec.tokens_per_step)
-    longer = Sweep(replace(plan, horizons=(4, twice)), tmp_path)
-    assert longer.state().endswith(f" ({tokens:,} tokens, which the longest run reads 2.0 times)")
-    assert "times)" not in Sweep(plan, tmp_path).state()
+    return manifest.splits["train"].tokens
+
+
+def test_seeds_of_the_command_replace_those_of_the_experiment(
+    plan: Experiment, tmp_path: Path
+) -> None:
+    """The first one picks, the others judge."""
+    words = ["sweep", "small", "--out", str(tmp_path), "--device", "cpu", "--seeds", "5,7"]
+    assert main(words) == 0
+    record = SweepRecord.read(tmp_path / "sweeps" / "small-nano.json")
+    assert record.seeds == (5, 7)
+    assert {trial.seed for trial in record.trials} == {5, 7}
+    assert sum(trial.seed == 5 for trial in record.trials) == 4
+    assert sum(trial.seed == 7 for trial in record.trials) == 2
 
 
 @pytest.mark.parametrize("command", ["sweep", "submit"])
+@pytest.mark.parametrize("data", [[], ["--data", "stdlib"]])
 def test_the_scale_of_the_paper_needs_data(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, data: list[str]
 ) -> None:
-    assert main([command, "teaser", "--scale", "paper", "--out", str(tmp_path)]) == 2
-    assert "--scale paper without --data would train on Python's" in capsys.readouterr().err
+    words = [command, "teaser", "--scale", "paper", "--out", str(tmp_path), *data]
+    assert main([*words, "--passes", "inf"]) == 2
+    expected = "--scale paper without a corpus would train on Python's standard library: prepare"
+    assert expected in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["sweep", "submit"])
@@ -79,6 +127,15 @@ def test_missing_data_is_an_error_before_anything_is_written(
     assert printed.err == f"error: {expected}\n"
     assert not printed.out
     assert not out.exists()
+
+
+def test_a_folder_without_tokens_is_an_error(
+    plan: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "data").mkdir()
+    words = ["sweep", "small", "--out", str(tmp_path), "--data", str(tmp_path / "data")]
+    assert main(words) == 2
+    assert "no training tokens; make them with angular-lab prepare" in capsys.readouterr().err
 
 
 @pytest.mark.timeout(2 * LIMIT)
@@ -126,3 +183,17 @@ def test_a_name_is_for_one_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[s
     words = ["sweep", "teaser", "aux-lr", "--out", str(tmp_path), "--name", "x"]
     assert main(words) == 2
     assert "--name x for 2 experiments" in capsys.readouterr().err
+
+
+def test_show_counts_the_passes_of_a_named_run(
+    data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """300 steps of 2,048 tokens."""
+    tokens = Manifest.load(data)
+    assert tokens is not None
+    available = tokens.splits["train"].tokens
+    assert main(["show", "nano", f"data={data}"]) == 0
+    expected = f"{300 * 2048 / available:.2f} passes over {available / 1e6:.1f}M training tokens"
+    assert f"text         {expected}\n" in capsys.readouterr().out
+    assert main(["show", "nano", "data=data/nowhere"]) == 0
+    assert "data/nowhere is not prepared yet" in capsys.readouterr().out

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import platform
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -46,7 +47,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 def tasks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The tasks of workers that are not started."""
     collected: list[Any] = []
-    monkeypatch.setattr(workers, "_watch", lambda tasks, _: collected.extend(tasks) or [])
+    monkeypatch.setattr(workers, "_watch", lambda tasks, *_: collected.extend(tasks) or [])
     return collected
 
 
@@ -66,7 +67,13 @@ def log(out: Path, number: int) -> str:
 
 def at_work(out: Path) -> Callable[[], bool]:
     """Return a condition: both workers are some steps into a run."""
-    return lambda: all(log(out, number).count("\nstep ") > 5 for number in (0, 1))
+
+    def steps(number: int) -> int:
+        begun = re.findall(r"small-nano: starts (\S+)", log(out, number))
+        path = out / "runs" / begun[-1] / "metrics.jsonl" if begun else out / "none"
+        return path.read_text().count("\n") if path.exists() else 0
+
+    return lambda: all(steps(number) > 5 for number in (0, 1))
 
 
 @contextmanager

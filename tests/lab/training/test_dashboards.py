@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,29 +11,45 @@ from typing import Any
 
 import pytest
 
+from angular_lab.cli.main import main
 from angular_lab.config.spec import DashboardSpec, Spec
-from angular_lab.run_folder import RunFolder
+from angular_lab.errors import UserError
+from angular_lab.run_folder import RunFolder, read_run
+from angular_lab.sweeps.sweep_file import TrialRecord
 from angular_lab.training import loggers
+from angular_lab.training.nonfinite import NotFinite
+from angular_lab.training.signals import Preempted
 from angular_lab.training.start import train
-from tests.lab.runs import LIMIT, lines, start, tiny
+from tests.dashboards import trackio_rows, wandb_rows, wandb_run, wandb_summary
+from tests.lab.report.made import write_record
+from tests.lab.runs import LIMIT, lines, start, stopped_copy, tiny
+from tests.lab.sweeps.small import small, sweep
 
 DASHBOARD = DashboardSpec(project="angles", entity="lab", group="teaser", tags=("first", "long"))
 
 
 class FakeTracker:
-    """Stands in for the modules wandb and trackio."""
+    """Stands in for the modules wandb and trackio, online, and for their runs."""
+
+    offline, url, id, name = False, "https://example.org/run", "id", "run"
 
     def __init__(self) -> None:
         self.runs: list[dict[str, Any]] = []
         self.steps: list[int] = []
+        self.summary: dict[str, Any] = {}
+        self.starting_step = self._next_step = 0  # as the server says
 
-    def init(self, **values: Any) -> None:
+    def init(self, **values: Any) -> "FakeTracker":
         self.runs.append(values)
+        return self
 
     def log(self, values: dict[str, Any], step: int) -> None:
         self.steps.append(step)
 
-    def finish(self) -> None: ...
+    def mark_preempting(self) -> None: ...
+
+    def finish(self, exit_code: int = 0) -> None:
+        self.exit_code = exit_code
 
 
 @pytest.fixture
@@ -71,7 +88,7 @@ def test_only_wandb_receives_entity_and_tags(
     wandb, trackio = tracker.runs
     expected = {"project": "angles", "group": "teaser"}
     assert {**trackio, **expected, "config": spec.to_dict()} == trackio
-    expected |= {"entity": "lab", "tags": ["first", "long"], "name": "run"}
+    expected |= {"entity": "lab", "tags": ["first", "long", "angular_muown"], "name": "run"}
     assert {**wandb, **expected, "config": spec.to_dict()} == wandb
     assert not {"entity", "tags"} & trackio.keys()
     assert tracker.steps == [1, 1, 2, 2]
@@ -95,7 +112,7 @@ def test_resumed_run_may_change_its_dashboard(
     changed = replace(spec, loggers=("wandb",), dashboard=DASHBOARD)
     train(changed, out, resume=True, resume_step=8, device="cpu")
     assert lines(out) == metrics
-    assert tracker.steps == list(range(9, 13))
+    assert tracker.steps == list(range(1, 13)), "also those before the dashboard was added"
     assert RunFolder(out).read_spec() == changed
     after = json.loads((out / "spec.json").read_text())
     changed_keys = [change["key"] for change in after.pop("changes")]
@@ -119,6 +136,9 @@ def test_tensorboard_flushes_every_step(tmp_path: Path, monkeypatch: pytest.Monk
         def add_scalar(self, key: str, value: float, step: int) -> None:
             calls.append((key, step))
 
+        def add_text(self, key: str, text: str) -> None:
+            assert "| seed | 0 |" in text
+
         def flush(self) -> None:
             calls.append("flush")
 
@@ -126,7 +146,10 @@ def test_tensorboard_flushes_every_step(tmp_path: Path, monkeypatch: pytest.Monk
     board = loggers.TensorBoard(Spec(), RunFolder(tmp_path), 4)
     for step in (5, 6):
         board.log(step, {"loss": 2.0, "grad_norm": None})
-    assert calls == [("purge", 5), ("loss", 5), "flush", ("loss", 6), "flush"]
+    assert calls == [("purge", 1), ("loss", 5), "flush", ("loss", 6), "flush"]
+    (tmp_path / "events.out.tfevents.1.host.1.0").touch()
+    loggers.TensorBoard(Spec(), RunFolder(tmp_path), 4)
+    assert calls[-1] == ("purge", 5), "steps after the checkpoint are taken again"
 
 
 def test_tensorboard_shows_every_step_once_after_a_kill(data: Path, tmp_path: Path) -> None:
@@ -145,3 +168,193 @@ def test_tensorboard_shows_every_step_once_after_a_kill(data: Path, tmp_path: Pa
     train(spec, out, resume=True, device="cpu")
     events = EventAccumulator(os.fspath(out), size_guidance={"scalars": 0}).Reload()
     assert [event.step for event in events.Scalars("loss")] == list(range(1, 61))
+
+
+# --- real dashboards, on disk ---
+
+
+@pytest.fixture(scope="module")
+def finished(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dashboards")
+    os.environ.setdefault("TRACKIO_DIR", str(folder / "trackio"))  # read when it is imported
+    out = folder / "run"
+    train(tiny(data), out, device="cpu")
+    return out
+
+
+@pytest.fixture
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let W&B write to a folder of its own."""
+    for key, value in {"MODE": "offline", "SILENT": "true", "DIR": str(tmp_path)}.items():
+        monkeypatch.setenv(f"WANDB_{key}", value)
+    return tmp_path
+
+
+def wandb_files(folder: Path) -> set[Path]:
+    import wandb
+
+    wandb.teardown()  # wait for the process that writes the files
+    return {*folder.rglob("*.wandb")}
+
+
+def values_of(run: Path) -> dict[int, dict[str, Any]]:
+    """Return what a dashboard should show: metrics and times by step."""
+    folder = RunFolder(run)
+    times = folder.read_timing()
+    lines = {line.step: line.to_dict() | times[line.step] for line in folder.read_metrics()}
+    return {s: {k: v for k, v in line.items() if k != "step"} for s, line in lines.items()}
+
+
+def test_an_offline_wandb_file_holds_every_step_once_after_a_resume(
+    data: Path, finished: Path, offline: Path
+) -> None:
+    """W&B replaces an earlier file of a run by a later one, so a later one has to be complete."""
+    out = stopped_copy(finished, offline / "run", 8)
+    spec = tiny(data, loggers=("wandb",), dashboard=DASHBOARD)
+    train(spec, out, resume=True, device="cpu")
+    (path,) = wandb_files(offline)
+    rows = wandb_rows(path)
+    assert [row["_step"] for row in rows] == list(range(1, 13))
+    for step, values in values_of(out).items():
+        assert {k: rows[step - 1].get(k) for k in values} == pytest.approx(values)
+    run = wandb_run(path)
+    assert (run.project, run.entity, run.run_group) == ("angles", "lab", "teaser")
+    assert [*run.tags] == ["first", "long", "angular_muown"]
+    read = read_run(out, [])
+    assert read is not None
+    losses = [*read.values("val_loss").values()]
+    summary = wandb_summary(path)
+    expected = {"state": "done", "final_val_loss": losses[-1], "best_val_loss": min(losses)}
+    expected |= {"tokens": 12 * 4 * 32, "median_tokens_per_second": read.speed}
+    assert {key: summary[key] for key in expected} == expected
+
+
+def test_log_to_wandb_sends_a_finished_run_under_the_id_of_training(
+    finished: Path, offline: Path
+) -> None:
+    sent = [loggers.send_run("wandb", finished, ["dashboard.group=mine"]) for _ in range(2)]
+    run = RunFolder(finished)
+    files = wandb_files(offline)
+    assert len(files) == 2, "each is complete, and W&B replaces the first by the second"
+    for path in files:
+        assert [row["_step"] for row in wandb_rows(path)] == list(range(1, 13))
+        assert wandb_run(path).run_id == loggers.run_id(run.read_spec(), run)
+        assert wandb_run(path).run_group == "mine"
+    folders = {Path(text.partition("wandb sync ")[2]).resolve() for text in map(str, sent)}
+    assert folders == {path.parent.resolve() for path in files}
+
+
+def test_log_to_trackio_adds_only_what_is_new(finished: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    project = ["dashboard.project=sent"]
+    log = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (out / "metrics.jsonl").write_text("".join(log[:5]))
+    assert loggers.send_run("trackio", out, project).steps == [1, 2, 3, 4, 5]
+    (out / "metrics.jsonl").write_text("".join(log))
+    assert loggers.send_run("trackio", out, project).steps == list(range(6, 13))
+    again = loggers.send_run("trackio", out, project)
+    assert not again.steps
+    assert "has all steps up to 12 already" in str(again)
+    assert trackio_rows("sent") == values_of(out)
+
+
+def test_training_again_to_trackio_repeats_no_step(
+    data: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The abandoned steps after the checkpoint are the same ones."""
+    dashboard = DashboardSpec(project="resumed")
+    out = stopped_copy(finished, tmp_path / "run", 8)
+    loggers.send_run("trackio", out, ["dashboard.project=resumed"])
+    spec = tiny(data, loggers=("trackio",), dashboard=dashboard)
+    train(spec, out, resume=True, device="cpu")
+    assert [*trackio_rows("resumed")] == list(range(1, 13))
+    assert capsys.readouterr().out == "", "stdout is for the folder"
+
+
+def test_wandb_online_is_sent_what_the_server_lacks(
+    finished: Path, tmp_path: Path, tracker: FakeTracker, data: Path
+) -> None:
+    """It may be ahead of the checkpoint, or behind it."""
+    for has, expected in ((10, [11, 12]), (6, list(range(7, 13)))):
+        out = stopped_copy(finished, tmp_path / str(has), 8)
+        tracker.steps, tracker.starting_step = [], has + 1
+        train(tiny(data, loggers=("wandb",)), out, resume=True, device="cpu")
+        assert tracker.steps == expected
+        assert tracker.exit_code == 0
+
+
+def test_tensorboard_shows_settings_and_final_values(finished: Path, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    for _ in range(2):
+        loggers.send_run("tensorboard", out)
+    events = EventAccumulator(os.fspath(out), size_guidance={"scalars": 0}).Reload()
+    assert [event.step for event in events.Scalars("loss")] == list(range(1, 13))
+    (final,) = events.Scalars("final/final_val_loss")
+    read = read_run(out, [])
+    assert read is not None
+    assert read.final is not None
+    assert final.value == pytest.approx(read.final[1])
+    assert "settings/text_summary" in events.Tags()["tensors"]
+    assert "_hparams_/session_start_info" in events.summary_metadata
+
+
+def test_a_run_that_is_trained_is_not_sent(finished: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    owner = RunFolder(out)
+    owner.claim()
+    with pytest.raises(UserError, match="is being trained: send it when it has ended"):
+        loggers.send_run("tensorboard", out)
+    owner.release()
+    with pytest.raises(UserError, match=r"seed=3: a run that exists keeps its settings"):
+        loggers.send_run("tensorboard", out, ["seed=3"])
+    (out / "metrics.jsonl").unlink()
+    with pytest.raises(UserError, match="has not logged a step yet"):
+        loggers.send_run("tensorboard", out)
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "code"),
+    [(None, "done", 0), (Preempted(), "stopped", 75), (NotFinite(), "diverged", 3),
+     (KeyError(), "failed", 1)],
+)  # fmt: skip
+def test_a_dashboard_shows_how_a_run_ended(
+    error: Exception | None, state: str, code: int, finished: Path, tracker: FakeTracker
+) -> None:
+    run = RunFolder(finished)
+    logger = loggers.Wandb(run.read_spec(), run)
+    loggers.close_loggers([logger], run, error)
+    assert (tracker.summary["state"], tracker.exit_code) == (state, code)
+    assert ("final_val_loss" in tracker.summary) == (state == "done")
+
+
+def test_log_to_groups_a_run_of_a_sweep_under_its_name(
+    finished: Path, tmp_path: Path, tracker: FakeTracker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "store"
+    shutil.copytree(finished, store / "runs" / "trial")
+    trial = TrialRecord("angular_muown", 0.02, 0, {12: "trial"})
+    write_record(store, [trial], name="teaser-s")
+    words = ["log-to", "wandb", str(store / "runs" / "trial")]
+    for more, group in (([], "teaser-s"), (["dashboard.group=mine"], "mine")):
+        assert main([*words, *more]) == 0
+        assert tracker.runs[-1]["group"] == group
+    assert main(["log-to", "wandb", str(finished)]) == 0
+    assert tracker.runs[-1]["group"] == "nano", "the named run"
+    printed = capsys.readouterr().out
+    assert printed.startswith("trial: sent 12 steps, up to 12, to wandb: run id at https://")
+    assert main(["log-to", "wandb", "dashboard.group=mine"]) == 2
+    assert "give at least one run folder" in capsys.readouterr().err
+
+
+def test_runs_of_a_sweep_are_a_group(data: Path, tmp_path: Path, tracker: FakeTracker) -> None:
+    arm = small(data).arms[1]
+    for given, group in ((None, "small-nano"), ("mine", "mine")):
+        spec = replace(arm.spec, loggers=("wandb",), dashboard=DashboardSpec(group=given))
+        arms = (replace(arm, spec=spec),)
+        sweep(small(data, arms=arms, horizons=(4,), seeds=(0,)), tmp_path / group)
+        assert tracker.runs[-1]["group"] == group

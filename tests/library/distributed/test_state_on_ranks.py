@@ -1,6 +1,8 @@
 """State is sharded like its parameter, and loads on any number of ranks in any placement."""
 
 import copy
+import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from tests.library.family import noise, parameter
 from tests.library.sharded import PLACEMENTS, place, whole
 from tests.ranks import results
 
+EIGHT_BIT = partial(AngularMuown, state_dtype="int8")
 WAYS = ("ddp", "fsdp", "fsdp by columns", "hsdp", "tp", "fsdp x tp")
 WIDTH, ROWS = 12, 20  # tensor parallelism in torch requires even splits
 
@@ -103,8 +106,8 @@ def weights(net: nn.Module) -> dict[str, Tensor]:
     return {name: whole(p) for name, p in net.named_parameters()}
 
 
-def trained(way: str, steps: int = 4) -> dict[str, Tensor]:
-    net, model, optimizer = built(way)
+def trained(way: str, member: Any = AngularMuown, steps: int = 4) -> dict[str, Tensor]:
+    net, model, optimizer = built(way, member)
     train(model, optimizer, range(steps))
     return weights(net)
 
@@ -115,13 +118,14 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(actual[name], value, rtol=1e-9, atol=1e-9, msg=name)
 
 
-def ways(names: tuple[str, ...]) -> list[dict[str, Tensor]]:
-    return [trained(name) for name in names]
+def ways(names: tuple[str, ...], member: Any) -> list[dict[str, Tensor]]:
+    return [trained(name, member) for name in names]
 
 
-def test_every_parallelism_of_torch_gives_the_weights_of_one_process() -> None:
-    alone = trained("alone")
-    for rank in results(4, ways, WAYS):
+@pytest.mark.parametrize("member", [AngularMuown, EIGHT_BIT], ids=["float64", "int8"])
+def test_every_parallelism_of_torch_gives_the_weights_of_one_process(member: Any) -> None:
+    alone = trained("alone", member)
+    for rank in results(4, ways, WAYS, member):
         for weights_of_way in rank:
             assert_same(weights_of_way, alone)
 
@@ -175,6 +179,8 @@ ROUTES = [
     (AngularMuown, 1, "alone", 4, "fsdp"),
     (AngularMuown, 4, "fsdp x tp", 1, "alone"),
     (MagnitudeDirection, 2, "fsdp by columns", 4, "fsdp x tp"),
+    (EIGHT_BIT, 4, "fsdp x tp", 2, "fsdp"),
+    (EIGHT_BIT, 2, "fsdp by columns", 1, "alone"),
 ]
 
 
@@ -224,6 +230,29 @@ def reload_whole_state(way: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 def test_a_state_dict_of_whole_tensors_is_sharded_when_loaded() -> None:
     for expected, actual in results(2, reload_whole_state, "fsdp"):
         assert_same(actual, expected)
+
+
+def change_state_dtype(way: str) -> list[dict[str, Tensor]]:
+    """Return the weights after loading float64 state into 8 bits, and after going back."""
+    net, model, optimizer = built(way)
+    train(model, optimizer, range(2))
+    ends = []
+    for member, steps in ((EIGHT_BIT, range(2, 4)), (AngularMuown, range(4, 6))):
+        saved_state = optimizer.state_dict()
+        optimizer = member(planned(net), lr=0.05)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            optimizer.load_state_dict(saved_state)
+        train(model, optimizer, steps)
+        ends.append(weights(net))
+    return ends
+
+
+def test_the_state_dtype_changes_on_ranks_as_in_one_process() -> None:
+    alone = change_state_dtype("alone")
+    for rank in results(4, change_state_dtype, "fsdp x tp"):
+        for actual, expected in zip(rank, alone, strict=True):
+            assert_same(actual, expected)
 
 
 def missing_gradients() -> list[list[str]]:

@@ -128,6 +128,9 @@ CASES: list[tuple[Member, dict[str, Any]]] = [
     (Muon, {"maximize": True, "nesterov": False, "momentum": 0.6}),
     (NorMuon, {"weight_decay": 2.0, "row_beta": 0.6}),
     (CustomScalars, {}),
+    (AngularMuown, {"state_dtype": "int8", "radius_lr": 0.5}),
+    (Muon, {"state_dtype": "int8", "nesterov": False}),
+    (NorMuown, {"state_dtype": "int8", "capturable": True}),
 ]
 
 

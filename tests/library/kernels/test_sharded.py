@@ -48,6 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16 weights": {"dtype": torch.bfloat16},
     "bf16 momentum": {"state_dtype": "bfloat16"},
     "maximize": {"maximize": True, "weight_decay": 0.1},
+    "8-bit momentum": {"state_dtype": "int8"},
 }
 
 
@@ -116,6 +117,7 @@ def _weight(shape: tuple[int, ...], seed: int) -> Tensor:
         (3, "NorMuown", "float32"),
         (5, "AngularMuown", "two rounds"),
         (7, "Muown", "bf16 weights"),
+        (3, "AngularMuown", "8-bit momentum"),
     ],
 )
 def test_sharded_rows_equal_whole_matrices(world: int, member: str, case: str) -> None:
@@ -178,6 +180,29 @@ def test_every_placement_gives_the_weights_of_one_process(
         tolerance = {"rtol": 2e-3, "atol": 2e-4} if summed else {"rtol": 1e-6, "atol": 1e-6}
         for a, b in zip(sharded, _alone(member, "float32", "layouts"), strict=True):
             torch.testing.assert_close(a, b, **tolerance)
+        first = first or sharded
+        assert all(map(torch.equal, sharded, first)), "ranks would drift apart"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "placement", "member", "covered"),
+    [(2, "columns", "Muon", 3), (4, "rows x columns", "AngularMuown", 3), (2, "plain", "Muown", 4)],
+)
+def test_ranks_share_the_scales_of_an_eight_bit_momentum(
+    world: int, placement: str, member: str, covered: int
+) -> None:
+    """A row whose columns are on several ranks has one scale, that of its largest entry."""
+    first = None
+    for sharded, fused in results(world, stepped, member, "8-bit momentum", LAYOUTS, placement):
+        assert fused == covered
+        for a, b in zip(sharded, _alone(member, "8-bit momentum", "layouts"), strict=True):
+            if a.dtype == torch.int8:  # sums over ranks round differently, and so may this
+                apart = (a.int() - b.int()).abs()
+                assert apart.max() <= 1
+                assert apart.float().mean() < 1e-3
+            else:
+                torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-4)
         first = first or sharded
         assert all(map(torch.equal, sharded, first)), "ranks would drift apart"
 

@@ -204,7 +204,7 @@ def test_the_workspace_grows_with_the_model(monkeypatch) -> None:
     for one in opened:
         one.parameter.grad = one.parameter.detach()
         one.state["step"] = torch.tensor(1.0)
-    group = {"workspace": 1.0, "maximize": False, "write_back": "master"}
+    group = {"workspace": 1.0, "maximize": False, "write_back": "master", "step": 0}
     assert [len(stack.views) for stack in stacks.stacks(opened, (), group)] == [2] * 12
 
 

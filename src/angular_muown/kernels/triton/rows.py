@@ -10,6 +10,7 @@ import triton.language as tl
 
 from angular_muown.kernels import columns
 from angular_muown.kernels.triton.packets import entries, header, packet_address
+from angular_muown.params import eight_bit
 
 # Kernels can read global constants only as constexpr.
 WEIGHT = tl.constexpr(columns.WEIGHT)
@@ -20,6 +21,7 @@ STORED_NORM = tl.constexpr(columns.STORED_NORM)
 SECOND_MOMENT = tl.constexpr(columns.SECOND_MOMENT)
 EXP_AVG = tl.constexpr(columns.EXP_AVG)
 EXP_AVG_SQ = tl.constexpr(columns.EXP_AVG_SQ)
+MOMENTUM_SCALE = tl.constexpr(columns.MOMENTUM_SCALE)
 STATE_STRIDE = tl.constexpr(columns.STATE_STRIDE)
 ENTRY = tl.constexpr(columns.ENTRY)
 PACKET = tl.constexpr(columns.PACKET)
@@ -48,6 +50,8 @@ FLAT = tl.constexpr(columns.FLAT)
 WEIGHT_NORM = tl.constexpr(columns.WEIGHT_NORM)
 FIXED = tl.constexpr(columns.FIXED)
 ADAM = tl.constexpr(columns.ADAM)
+LEVELS = tl.constexpr(float(eight_bit.LEVELS))
+SALT = tl.constexpr(eight_bit.SALT * 0x9E3779B9 & 0xFFFFFFFF)  # what hash_seed makes of it
 
 
 @triton.jit
@@ -190,38 +194,122 @@ def _stored_norm(table, matrix, row, in_rows, g):
     return tl.where(rho == 0.0, g, rho)
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["sums"])
+@triton.jit
+def momentum_at(table, matrix, TYPE: tl.constexpr):
+    """Return the address of the momentum. In 8 bits, parts may start at multiples of 8 bytes."""
+    if TYPE == tl.int8:
+        return address(table, matrix, MOMENTUM, TYPE, 8)
+    return address(table, matrix, MOMENTUM, TYPE, 16)
+
+
+@triton.jit
+def _new_momentum(
+    table, scalars, sums, count, m, matrix, row, in_rows, inside, offset, radial,
+    CHART: tl.constexpr, MAXIMIZE: tl.constexpr, SUMMED: tl.constexpr,
+    W_TYPE: tl.constexpr, G_TYPE: tl.constexpr, M_TYPE: tl.constexpr,
+):  # fmt: skip
+    """Return the gradient of the rows' directions, and the momentum with it."""
+    G = read(table, matrix, GRADIENT, offset, inside, G_TYPE)
+    if MAXIMIZE:
+        G = -G
+    T = _tangent(
+        G, table, sums, count, m, matrix, row, in_rows, inside, offset, radial, CHART, SUMMED,
+        W_TYPE,
+    )  # fmt: skip
+    M = tl.load(momentum_at(table, matrix, M_TYPE) + offset, mask=inside, other=0).to(tl.float32)
+    if M_TYPE == tl.int8:
+        scale = tl.load(state_at(table, matrix, MOMENTUM_SCALE, row), mask=in_rows, other=0.0)
+        root = M / LEVELS
+        M = root * tl.abs(root) * scale[:, None]
+    return T, tl.load(scalars + BETA) * M + T
+
+
+@triton.jit
+def _largest(M):
+    """Return the largest absolute entry of each row; NaN where an entry is NaN."""
+    is_nan = tl.max((M != M).to(tl.int32), axis=1) > 0
+    return tl.where(is_nan, float("nan"), tl.max(tl.abs(M), axis=1))
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["sums", "maxima"])
+def maxima_kernel(
+    table, scalars, stats, sums, maxima, count, m, n,
+    CHART: tl.constexpr, MAXIMIZE: tl.constexpr, SUMMED: tl.constexpr,
+    W_TYPE: tl.constexpr, G_TYPE: tl.constexpr, M_TYPE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Find the largest entry of the new momentum in this rank's columns, for rows that ranks
+    share."""
+    matrix = tl.program_id(1).to(tl.int64)
+    row, _, inside, offset, _ = offsets(table, matrix, m, n, ROWS, COLUMNS)
+    in_rows = row < m
+    radial = stats + matrix * m + row + RADIAL * count * m
+    _, M = _new_momentum(
+        table, scalars, sums, count, m, matrix, row, in_rows, inside, offset, radial, CHART,
+        MAXIMIZE, SUMMED, W_TYPE, G_TYPE, M_TYPE,
+    )  # fmt: skip
+    tl.store(maxima + matrix * m + row, _largest(M), mask=in_rows)
+
+
+@triton.jit
+def _store_eight_bit(
+    M, table, scalars, maxima, m, matrix, row, column, in_rows, inside, offset,
+    SHARDED: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Store the momentum in 8 bits, as angular_muown.params.eight_bit.encode does."""
+    scale = _largest(M)
+    if SCALED:
+        scale = tl.load(maxima + matrix * m + row, mask=in_rows, other=0.0)
+    # Several warps read the same entries; all must have read them before one writes.
+    tl.debug_barrier()
+    tl.store(state_at(table, matrix, MOMENTUM_SCALE, row), scale, mask=in_rows)
+    if SHARDED:
+        row += tl.load(table + matrix * ENTRY + FIRST_ROW).to(tl.int32)
+        column += tl.load(table + matrix * ENTRY + FIRST_COLUMN).to(tl.int32)
+    seed = tl.load(scalars + SEED).to(tl.uint32, bitcast=True) + SALT
+    noise = _hash(_hash(row.to(tl.uint32) + seed)[:, None] + column.to(tl.uint32)[None, :])
+    z = tl.abs(M) / divisor(scale)[:, None] * (LEVELS * LEVELS)
+    lower = tl.floor(tl.sqrt(z))
+    share = (z - lower * lower) / (2.0 * lower + 1.0)
+    up = (noise >> 8).to(tl.float32) * 5.9604644775390625e-08 < share
+    q = tl.minimum(lower + up.to(tl.float32), LEVELS)
+    q = tl.where(M < 0.0, -q, q)
+    q = tl.where(z == z, q, 0.0)  # where the row is not finite
+    tl.store(momentum_at(table, matrix, tl.int8) + offset, q.to(tl.int8), mask=inside)
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["sums", "maxima"])
 def before_kernel(
-    table, scalars, stats, sums, work, stride, count, m, n,
+    table, scalars, stats, sums, maxima, work, stride, count, m, n,
     CHART: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr, FACTORS: tl.constexpr,
-    SHARDED: tl.constexpr, SUMMED: tl.constexpr,
+    SHARDED: tl.constexpr, SUMMED: tl.constexpr, SCALED: tl.constexpr,
     W_TYPE: tl.constexpr, G_TYPE: tl.constexpr, M_TYPE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Update M; store the matrix to orthogonalize as float16 rows with an exponent each.
 
     If SHARDED, this is this rank's part of a matrix, whose rows are stored as packets. If SUMMED,
-    ranks share its rows, and `sums` has the sums over all columns.
+    ranks share its rows, and `sums` has the sums over all columns. If SCALED, they also share the
+    scales of an 8-bit momentum, and `maxima` has the largest entries of rows.
     """
     matrix = tl.program_id(1).to(tl.int64)
-    row, _, inside, offset, dense_offset = offsets(table, matrix, m, n, ROWS, COLUMNS)
+    row, column, inside, offset, dense_offset = offsets(table, matrix, m, n, ROWS, COLUMNS)
     in_rows = row < m
     row_stats = stats + matrix * m + row
-    G = read(table, matrix, GRADIENT, offset, inside, G_TYPE)
-    if MAXIMIZE:
-        G = -G
-    radial = row_stats + RADIAL * count * m
-    T = _tangent(
-        G, table, sums, count, m, matrix, row, in_rows, inside, offset, radial, CHART, SUMMED,
-        W_TYPE,
+    T, M = _new_momentum(
+        table, scalars, sums, count, m, matrix, row, in_rows, inside, offset,
+        row_stats + RADIAL * count * m, CHART, MAXIMIZE, SUMMED, W_TYPE, G_TYPE, M_TYPE,
     )  # fmt: skip
-    momentum = address(table, matrix, MOMENTUM, M_TYPE, 16)
-    beta = tl.load(scalars + BETA)
-    M = beta * tl.load(momentum + offset, mask=inside, other=0.0).to(tl.float32) + T
-    tl.store(momentum + offset, M.to(M_TYPE), mask=inside)
+    if M_TYPE == tl.int8:
+        _store_eight_bit(
+            M, table, scalars, maxima, m, matrix, row, column, in_rows, inside, offset, SHARDED,
+            SCALED,
+        )  # fmt: skip
+    else:
+        tl.store(momentum_at(table, matrix, M_TYPE) + offset, M.to(M_TYPE), mask=inside)
     X = M
     if NESTEROV:
-        X = T + beta * M
+        X = T + tl.load(scalars + BETA) * M
     exponent = exponents(X)
     X = X * power_of_two(-exponent)[:, None]
     squares = tl.sum(X * X, axis=1)
@@ -577,8 +665,8 @@ def _retracted(
 def _negate_momentum(table, matrix, rows, offset, inside, TYPE: tl.constexpr):
     """Negate the momentum of rows whose length crossed zero, because their direction flips."""
     if tl.max(rows.to(tl.int32), axis=0) > 0:
-        momentum = address(table, matrix, MOMENTUM, TYPE, 16)
-        M = tl.load(momentum + offset, mask=rows[:, None] & inside, other=0.0)
+        momentum = momentum_at(table, matrix, TYPE)
+        M = tl.load(momentum + offset, mask=rows[:, None] & inside, other=0)
         tl.store(momentum + offset, (-M.to(tl.float32)).to(TYPE), mask=rows[:, None] & inside)
 
 

@@ -1,0 +1,207 @@
+"""What a reader comes for: the result of a sweep in one figure and three sentences.
+
+Every word and number of the sentences is computed from the losses, as the verdicts are.
+"""
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+from angular_lab.experiments.statistics import Outcome, Verdict, verdict
+from angular_lab.report.differences import pair_name
+from angular_lab.report.read import SweepResults
+from angular_lab.report.tables import tokens_form
+
+NAMED = 4  # names that a sentence lists before it counts
+NOUNS: dict[Outcome, tuple[str, str]] = {
+    "holds": ("holds", "hold"),
+    "reversed": ("is reversed", "are reversed"),
+    "inconclusive": ("is open", "are open"),
+}
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def listed(names: Sequence[str], most: int = NAMED) -> str:
+    """Return "a, b and c"; names beyond `most` are counted."""
+    if len(names) > most:
+        names = [*names[: most - 1], f"{len(names) - most + 1} more"]
+    *before, last = names
+    return f"{', '.join(before)} and {last}" if before else last
+
+
+def quoted(name: str) -> str:
+    """Return a method's name so that it reads as one thing in a sentence."""
+    return f"“{name}”" if " " in name else name
+
+
+def sentences(sweep: SweepResults) -> list[str]:
+    """Return who is best and by how much, what is settled, and what limits the answer."""
+    second = verdicts_sentence(sweep) if sweep.pairs else "Nothing is judged: no methods compete."
+    return [best_sentence(sweep), second, limits_sentence(sweep)]
+
+
+# -- who is best -------------------------------------------------------------------------------
+
+
+def ranking(sweep: SweepResults) -> dict[str, dict[int, float]]:
+    """Return final losses by method and seed, the lowest mean first.
+
+    If two methods or more have judging seeds, the others are not ranked.
+    """
+    last = sweep.horizons[-1]
+    judged = {arm: losses for arm in sweep.arms if (losses := sweep.judged(arm, last))}
+    if len(judged) < 2:
+        judged = {arm: losses for arm in sweep.arms if (losses := sweep.shown(arm, last))}
+    return {arm: judged[arm] for arm in sorted(judged, key=lambda x: fmean(judged[x].values()))}
+
+
+def best_sentence(sweep: SweepResults) -> str:
+    losses = ranking(sweep)
+    if not losses:
+        return "No run is finished yet, so there is nothing to compare."
+    at = f"at {tokens_form(sweep.tokens(sweep.horizons[-1]))} tokens"
+    if not sweep.pairs:
+        means = [f"{fmean(x.values()):.4f} ({quoted(arm)})" for arm, x in losses.items()]
+        return f"The losses {at} are {listed(means)}."
+    best, *others = losses
+    seeds = len(losses[best])
+    mean = f"the mean of {seeds} seeds" if seeds > 1 else "one seed"
+    text = f"{quoted(best)} has the lowest loss {at}: {fmean(losses[best].values()):.4f} ({mean})"
+    if not others:
+        return f"{text}; no other method has a finished run yet."
+    return f"{text}, {_distance(verdict(losses[best], losses[others[0]]), quoted(others[0]))}."
+
+
+def _distance(result: Verdict, other: str) -> str:
+    """Return how far the first method is below the other on the seeds that both have."""
+    mean = result.paired.mean
+    if mean is None:
+        return f"but it shares no seed with {other}, which comes next"
+    where = "below" if mean <= 0 else "above"  # above: methods have different seeds
+    sign = -1 if mean <= 0 else 1
+    text = f"{abs(mean):.4f} {where} {other}"
+    if result.interval is None:
+        return f"{text} (no interval: one seed)"
+    low, high = sorted(sign * end for end in result.interval)
+    return f"{text} (95% interval {low:.4f} to {high:.4f})"
+
+
+# -- what is settled ---------------------------------------------------------------------------
+
+
+def outcomes(sweep: SweepResults, horizon: int) -> dict[str, Verdict]:
+    """Return the verdicts at a horizon by the name of the pair."""
+    return {
+        pair_name(sweep, quoted(a), quoted(b)): verdict(
+            sweep.judged(a, horizon), sweep.judged(b, horizon)
+        )
+        for a, b in sweep.pairs
+    }
+
+
+def verdicts_sentence(sweep: SweepResults) -> str:
+    last = sweep.horizons[-1]
+    every = outcomes(sweep, last)
+    found = {name: result for name, result in every.items() if result.paired.seeds}
+    at = f"at {tokens_form(sweep.tokens(last))} tokens"
+    if not found:
+        return f"No comparison {at} has a seed that judges it yet."
+    if len(every) == 1:
+        ((name, result),) = found.items()
+        text = f"The comparison with {name} {at} {NOUNS[result.outcome][0]}{_progress(result)}"
+        return f"{text}{_earlier(sweep)}."
+    parts = []
+    for outcome, words in NOUNS.items():
+        chosen = {name: x for name, x in found.items() if x.outcome == outcome}
+        if chosen:
+            parts.append(f"{len(chosen)} {words[len(chosen) != 1]} ({_names(chosen)})")
+    if missing := len(every) - len(found):
+        parts.append(f"{missing} {'has' if missing == 1 else 'have'} no judging seed yet")
+    firsts = [*dict.fromkeys(a for a, _ in sweep.pairs)]
+    of = f" of {quoted(firsts[0])}" if len(firsts) == 1 else ""
+    text = f"Of the {counted(len(every), 'comparison')}{of} {at}, {listed(parts)}"
+    return f"{text}{_earlier(sweep)}."
+
+
+def _names(chosen: Mapping[str, Verdict]) -> str:
+    """Return the names of pairs, together where the same is known about them."""
+    groups: dict[str, list[str]] = {}
+    for name, result in chosen.items():
+        groups.setdefault(_progress(result), []).append(name)
+    return "; ".join(f"{listed(names)}{progress}" for progress, names in groups.items())
+
+
+def _progress(result: Verdict) -> str:
+    """Return what an open comparison shows so far, and what would settle it."""
+    if result.outcome != "inconclusive":
+        return ""
+    label = result.label.removeprefix("inconclusive: ")
+    settle = f", {result.to_settle} to settle" if result.to_settle else ""
+    return f": {label}{settle}"
+
+
+def _earlier(sweep: SweepResults) -> str:
+    verdicts = [v for h in sweep.horizons[:-1] for v in outcomes(sweep, h).values()]
+    if not verdicts:
+        return ""
+    counts = {x: sum(v.outcome == x for v in verdicts) for x in ("holds", "reversed")}
+    which = "the earlier horizon" if len(sweep.horizons) == 2 else "the earlier horizons"
+    reversed_too = f", {counts['reversed']} reversed" if counts["reversed"] else ""
+    verb = "holds" if counts["holds"] == 1 else "hold"
+    return f"; at {which} {counts['holds']} of {len(verdicts)} {verb}{reversed_too}"
+
+
+def count_outcomes(verdicts: Sequence[Outcome]) -> str:
+    """Return "3 hold, 1 is reversed and 2 are open"."""
+    parts = []
+    for outcome, words in NOUNS.items():
+        number = verdicts.count(outcome)
+        if number:
+            parts.append(f"{number} {words[number != 1]}")
+    return listed(parts)
+
+
+# -- what limits the answer --------------------------------------------------------------------
+
+
+def limits_sentence(sweep: SweepResults) -> str:
+    """Return which seeds judge, whose best value is at an edge, and what is unfinished."""
+    parts = [_seeds(sweep), _edges(sweep), _gaps(sweep)]
+    text = "; ".join(part for part in parts if part)
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _seeds(sweep: SweepResults) -> str:
+    last = sweep.horizons[-1]
+    judges = sorted({seed for arm in sweep.arms for seed in sweep.judged(arm, last)})
+    if not judges:
+        return f"no judging seed is finished: only seed {sweep.choosing_seed} has losses"
+    names = listed([*map(str, judges)], most=len(judges))
+    chose = sweep.choosing_seed
+    text = f"seeds {names} judge" if len(judges) > 1 else f"one seed ({names}) judges"
+    if chose is not None and chose not in judges:
+        return f"{text}, seed {chose} chose the values"
+    return text if len(judges) > 1 else f"{text}, so nothing is settled"
+
+
+def _edges(sweep: SweepResults) -> str:
+    if not sweep.has_choice:
+        return ""
+    edges = [arm for arm in sweep.arms if sweep.at_edge(arm)]
+    if not edges:
+        return f"no best {sweep.axis} is at the edge of its grid"
+    names = listed([f"{quoted(arm)} ({sweep.best[arm].lr:g})" for arm in edges])
+    return (
+        f"the best {sweep.axis} of {names} is at the edge of its grid, so a wider one may change "
+        "the order"
+    )
+
+
+def _gaps(sweep: SweepResults) -> str:
+    trials = [*sweep.trials, *sweep.variants]
+    kinds = {kind: sum(t.status == kind for t in trials) for kind in ("unfinished", "diverged")}
+    parts = [f"{number} {kind}" for kind, number in kinds.items() if number]
+    of = f"of {counted(len(trials), 'trial')}"
+    return f"{of} {listed(parts)}" if parts else f"all {len(trials)} trials are finished"

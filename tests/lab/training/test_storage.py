@@ -1,0 +1,55 @@
+"""Runs with 8-bit momentum and bf16 weights: they train, stop and resume as the others do."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from angular_lab.config.spec import Spec
+from angular_lab.errors import UserError
+from angular_lab.run_folder import RunFolder
+from angular_lab.training import build
+from angular_lab.training.ranks import Ranks
+from angular_lab.training.start import train
+from tests.lab.runs import tiny
+
+
+def spec_of(data: Path, steps: int = 12) -> Spec:
+    spec = tiny(data, steps=steps, precision="bf16_weights")
+    return replace(spec, optim=replace(spec.optim, state_dtype="int8"))
+
+
+def test_hidden_matrices_take_two_bytes_and_their_momentum_one(data) -> None:
+    spec = spec_of(data)
+    ranks = Ranks(0, 1, torch.device("cpu"))
+    model = build.make_model(spec, ranks)
+    optimizer = build.make_optimizer(model, spec)
+    matrices = [
+        p for g in optimizer.param_groups if g["algorithm"] == "matrix" for p in g["params"]
+    ]
+    rest = [p for g in optimizer.param_groups if g["algorithm"] == "adamw" for p in g["params"]]
+    assert {p.dtype for p in matrices} == {torch.bfloat16}
+    assert {p.dtype for p in rest} == {torch.float32}
+    plain = build.make_model(replace(spec, precision="bf16"), ranks)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p, q.to(p.dtype)), "the same initial weights, rounded"
+    for p in matrices:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert {optimizer.state[p]["momentum_buffer"].dtype for p in matrices} == {torch.int8}
+
+
+def test_a_resumed_run_repeats_the_uninterrupted_one(data, tmp_path) -> None:
+    whole = train(spec_of(data), tmp_path / "whole", device="cpu")
+    part = train(spec_of(data), tmp_path / "part", device="cpu")
+    expected = whole.metrics_path.read_bytes()
+    assert part.metrics_path.read_bytes() == expected
+    train(spec_of(data), tmp_path / "part", True, "cpu", resume_step=8)
+    assert RunFolder(tmp_path / "part").metrics_path.read_bytes() == expected
+
+
+def test_fsdp_does_not_take_weights_of_two_dtypes(data) -> None:
+    spec = replace(spec_of(data), parallel="fsdp")
+    with pytest.raises(UserError, match=r"precision=bf16_weights with parallel=fsdp.*parallel=ddp"):
+        build.make_model(spec, Ranks(0, 2, torch.device("cpu")))
