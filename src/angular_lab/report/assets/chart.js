@@ -733,7 +733,9 @@ const LabChart = (() => {
     // -- legend and tools ---------------------------------------------------------------------
 
     drawLegend() {
-      this.legend.replaceChildren(...this.series.map(series => {
+      // Where no trace has a label, the rows of the figure name what is shown.
+      const named = this.series.filter(series => series.traces.some(trace => trace.label));
+      this.legend.replaceChildren(...named.map(series => {
         const button = element('button', {
           type: 'button', 'data-series': series.name, title: 'Hide or show; Alt or a long press shows only this one',
         }, this.swatch(series.color, series.traces[0].kind), series.name);
