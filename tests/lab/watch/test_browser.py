@@ -355,6 +355,17 @@ def test_a_figure_of_a_report(page: Page, report: Path) -> None:
     assert address(page) == ""
 
 
+def test_runs_and_their_mean_share_a_row(page: Page, report: Path) -> None:
+    opened(page, report)
+    figure = "#fig-small-horizons"
+    page.hover(f"{figure} .chart-plot svg", 0.75)  # the last horizon
+    heading, values = tooltip(page, figure)
+    assert heading == "200,000 tokens"
+    assert values == pytest.approx({"adamw": 3.09, "angular_muown": 3.01})
+    runs = f"document.querySelector('{figure} .chart-tip i').textContent"
+    assert page(runs) == "3.0600 3.0900 3.1200"
+
+
 def test_the_intervals_of_a_report(page: Page, report: Path) -> None:
     opened(page, report)
     figure = "#fig-small-differences"

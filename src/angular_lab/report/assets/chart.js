@@ -532,6 +532,16 @@ const LabChart = (() => {
       return found.filter(row => !repeats(row)).sort((a, b) => (b.value ?? Infinity) - (a.value ?? Infinity));
     }
 
+    // Runs and their mean in one row: the mean, and next to it the runs.
+    joined(rows) {
+      const mean = row => rows.find(other => other.color === row.color && other.kind === 'line' && !other.between);
+      const single = rows.filter(row => row.kind !== 'points' || !mean(row));
+      return single.map(row => {
+        const runs = rows.filter(other => other.kind === 'points' && mean(other) === row).map(other => other.value);
+        return runs.length ? {...row, runs: runs.reverse()} : row;
+      });
+    }
+
     hover(px, py) {
       if (this.rows) return this.hoverRow(py);
       const x = this.nearest(Math.max(this.box.left, Math.min(this.box.right, px)));
@@ -543,7 +553,7 @@ const LabChart = (() => {
       this.cursor = x;
       this.drawCursor();
       if (x === null) { this.tip.hidden = true; return; }
-      const rows = this.valuesAt(x);
+      const rows = this.joined(this.valuesAt(x));
       const off = row => row.value === null || py === null ? Infinity : Math.abs(this.sy(row.value) - py);
       const closest = rows.reduce((a, b) => off(b) < (a ? off(a) : Infinity) ? b : a, null);
       const kept = rows.length <= ROWS ? rows
@@ -565,7 +575,8 @@ const LabChart = (() => {
 
     tipRow(row, strong) {
       const value = row.value === null ? 'diverged' : `${row.between ? '≈ ' : ''}${exact(row.value)}`;
-      const raw = row.raw === undefined || row.raw === null ? [] : [element('i', {}, exact(row.raw))];
+      const others = row.runs || (row.raw === undefined || row.raw === null ? [] : [row.raw]);
+      const raw = others.length ? [element('i', {}, others.map(exact).join(' '))] : [];
       return element('div', {class: strong ? 'row strong' : 'row'},
         this.swatch(row.color, row.kind), element('span', {class: 'name'}, row.name), ...raw,
         element('b', {'data-value': row.value ?? ''}, value));
