@@ -197,7 +197,8 @@ class RunFolder:
         lock = FileLock(self.path / "LOCK")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            lock.acquire(blocking=False)
+            # `ls` and `watch` test the lock, and hold it for an instant
+            lock.acquire(timeout=0.05, poll_interval=0.002)
         except Timeout:
             return False
         except (FileExistsError, NotADirectoryError):

@@ -1,8 +1,10 @@
 """A run folder belongs to one process at a time."""
 
+import fcntl
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -96,4 +98,25 @@ def test_a_broken_link_in_the_place_of_a_folder_is_refused(tmp_path: Path, place
     (tmp_path / "unmounted" / "disk").mkdir(parents=True)
     run = RunFolder(tmp_path / place)
     assert run.try_claim()
+    run.release()
+
+
+def test_a_process_that_looks_at_the_lock_does_not_keep_a_run_from_starting(tmp_path: Path) -> None:
+    """`ls` and `watch` hold a shared lock while they find out whether a process holds the run."""
+    run = RunFolder(tmp_path / "run")
+    assert run.try_claim()
+    run.release()
+    looked = threading.Event()
+
+    def look() -> None:
+        with open(tmp_path / "run" / "LOCK") as file:
+            fcntl.flock(file, fcntl.LOCK_SH)
+            looked.set()
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    looked.wait()
+    assert run.try_claim()
+    thread.join()
     run.release()
