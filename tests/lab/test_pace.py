@@ -186,8 +186,8 @@ esac
 @pytest.mark.parametrize(
     ("apps", "state", "others", "mib"),
     [
-        (f"GPU-1, {os.getpid()}, 700\\n", "0, 800", 0, 0),
-        (f"GPU-1, {os.getpid()}, 700\\nGPU-1, 77777, 512\\n", "35, 1300", 1, 512),
+        ("GPU-1, OWN, 700\\n", "0, 800", 0, 0),
+        ("GPU-1, OWN, 700\\nGPU-1, 77777, 512\\n", "35, 1300", 1, 512),
         ("GPU-1, 77777, [N/A]\\n", "0, 800", 0, 0),  # the host's number for this process
         ("GPU-1, 77777, 512\\nGPU-1, 88888, 256\\n", "0, 800", 1, None),
         ("", "0, 800", None, None),  # this process is missing, so others may be, too
@@ -196,6 +196,8 @@ esac
 )
 def test_other_processes_are_counted(tmp_path, monkeypatch, apps, state, others, mib) -> None:
     program = tmp_path / "nvidia-smi"
+    # not a part of the test's name, which has to be the same in all workers of pytest-xdist
+    apps = apps.replace("OWN", str(os.getpid()))
     program.write_text(NVIDIA_SMI.format(apps=apps, state=state))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
