@@ -35,11 +35,12 @@ class Training:
     step: int
     steps: int
     loss: float | None
-    speed: float | None  # tokens per second; None before the first logged step
+    speed: float | None  # tokens per second; None if the last logged step was not timed
 
     def __str__(self) -> str:
         loss = f"loss {self.loss:.4f}" if self.loss is not None else ""
-        speed = f"{short_count(self.speed)} tokens/s" if self.speed else "starting"
+        waiting = "starting" if self.loss is None else ""  # some steps are not timed
+        speed = f"{short_count(self.speed)} tokens/s" if self.speed else waiting
         return f"{self.label:36} step {f'{self.step:,}/{self.steps:,}':15} {loss:12} {speed}"
 
 
