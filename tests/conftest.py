@@ -35,3 +35,7 @@ def _frozen() -> None:
     when a run or a checkpoint asks for it."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or extension modules report leaks when the process ends
