@@ -87,6 +87,20 @@ def _typeset(value: Any) -> Any:
     return with_minus(value) if type(value) is str else value
 
 
+def _templates() -> Environment:
+    templates = Environment(
+        loader=PackageLoader("angular_lab.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        finalize=_typeset,
+    )
+    templates.filters["summary"] = table_summary
+    return templates
+
+
 def write_page(
     out: Path,
     title: str,
@@ -109,19 +123,11 @@ def write_page(
         for section in sections
         for figure in section.all_figures
     }
-    templates = Environment(
-        loader=PackageLoader("angular_lab.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        finalize=_typeset,
-    )
-    templates.filters["summary"] = table_summary
     page = out / "index.html"
     page.write_text(
-        templates.get_template("page.html").render(
+        _templates()
+        .get_template("page.html")
+        .render(
             title=title,
             words=words,
             notes=notes,
