@@ -96,7 +96,7 @@ def _notes(rows: "Sequence[Simulation]") -> list[str]:
 
 def plot(rows: "Sequence[Simulation]", path: Path) -> None:
     """Draw times, bytes and imbalance over the number of ranks."""
-    from angular_lab.report.plots import Panel, Trace, save_png
+    from angular_lab.report.figures.plots import Panel, Trace, save_png
 
     ranks = [row.ranks for row in rows]
     ticks = ranks[:: max(1, len(ranks) // 6)]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from angular_lab.experiments.statistics import Outcome, Verdict, verdict
-from angular_lab.report.differences import pair_name
+from angular_lab.report.figures.differences import pair_name
 from angular_lab.report.read import SweepResults
 from angular_lab.report.tables import tokens_form
 

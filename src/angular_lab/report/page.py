@@ -12,8 +12,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from angular_lab.report.charts import chart_json, chart_script, chart_style
-from angular_lab.report.plots import Figure, save
+from angular_lab.report.figures.charts import chart_json, chart_script, chart_style
+from angular_lab.report.figures.plots import Figure, save
 from angular_lab.report.tables import Mark, Table, with_minus
 
 ASSETS = files("angular_lab.report") / "assets"

@@ -11,11 +11,11 @@ from typing import Any
 from angular_lab.errors import UserError
 from angular_lab.report.averages import average_tables
 from angular_lab.report.cooldowns import cooldown_tables, variant_shares
-from angular_lab.report.differences import closest_figure, difference_figure
-from angular_lab.report.figures import cooldown_figure, sweep_figures
+from angular_lab.report.figures.differences import closest_figure, difference_figure
+from angular_lab.report.figures.plots import save
+from angular_lab.report.figures.sweep_figures import cooldown_figure, sweep_figures
 from angular_lab.report.headlines import count_outcomes, counted, listed, sentences
 from angular_lab.report.page import Section, write_page
-from angular_lab.report.plots import save
 from angular_lab.report.read import SweepResults, collect, read_paces
 from angular_lab.report.results import (
     by_value_table,

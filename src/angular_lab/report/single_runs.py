@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from angular_lab.evaluations import read_evaluations
-from angular_lab.report.figures import angle_bottom, branch, colors, loss_top
+from angular_lab.report.figures.heat_map import heat_map
+from angular_lab.report.figures.plots import Figure, Panel, Trace
+from angular_lab.report.figures.sweep_figures import angle_bottom, branch, colors, loss_top
 from angular_lab.report.headlines import counted, listed
-from angular_lab.report.heat_map import heat_map
 from angular_lab.report.page import Section
-from angular_lab.report.plots import Figure, Panel, Trace
 from angular_lab.report.tables import Mark, Row, Table, form, loss, tokens_form
 from angular_lab.run_folder import Run, parent_folder
 

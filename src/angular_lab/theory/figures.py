@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from angular_lab.report.plots import Figure, Panel, Trace
+from angular_lab.report.figures.plots import Figure, Panel, Trace
 from angular_lab.theory.tables import Data, by_kind, distinct, layer_of, select, shape_text
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from angular_lab.errors import UserError
+from angular_lab.report.figures.plots import Figure
 from angular_lab.report.page import Section, write_page
-from angular_lab.report.plots import Figure
 from angular_lab.report.tables import Table
 from angular_lab.theory import figures, tables
 from angular_lab.theory.claims import claims_table

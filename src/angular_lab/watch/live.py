@@ -14,7 +14,7 @@ from typing import Any
 
 from angular_lab.errors import UserError
 from angular_lab.inspect.listing import run_folders, summarize
-from angular_lab.report.figures import FAMILY
+from angular_lab.report.figures.sweep_figures import FAMILY
 from angular_lab.run_folder import RUNS, SPEC, Metrics, Run, RunFolder, RunInfo
 from angular_lab.sweeps.sweep_file import SWEEPS, SweepRecord
 from angular_lab.watch.series import Cursor, read_series

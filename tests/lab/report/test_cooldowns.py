@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from angular_lab.report.cooldowns import share_form
-from angular_lab.report.figures import sweep_figures
+from angular_lab.report.figures.sweep_figures import sweep_figures
 from angular_lab.report.read import collect
 from angular_lab.report.report import make_report
 from angular_lab.run_folder import RUNS, RunFolder, read_run

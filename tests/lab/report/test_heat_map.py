@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from angular_lab.report.figures import sweep_figures
-from angular_lab.report.heat_map import heat_map, layer_of, role_of
-from angular_lab.report.plots import Image, save
+from angular_lab.report.figures.heat_map import heat_map, layer_of, role_of
+from angular_lab.report.figures.plots import Image, save
+from angular_lab.report.figures.sweep_figures import sweep_figures
 from angular_lab.report.read import collect
 from angular_lab.report.report import make_report
 from angular_lab.report.single_runs import HEAT_MAPS, single_section

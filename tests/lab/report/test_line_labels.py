@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from angular_lab.report.figures import sweep_figures
-from angular_lab.report.line_labels import line_ends, spread, wrapped
-from angular_lab.report.plots import FEW, Panel, Trace, _figure, _style
+from angular_lab.report.figures.line_labels import line_ends, spread, wrapped
+from angular_lab.report.figures.plots import FEW, Panel, Trace, _figure, _style
+from angular_lab.report.figures.sweep_figures import sweep_figures
 from angular_lab.report.read import collect
 from angular_lab.report.report import make_report
 from angular_lab.report.single_runs import single_section

@@ -2,7 +2,7 @@
 
 from matplotlib.figure import Figure
 
-from angular_lab.report.plots import Panel, Trace, _legend_columns, draw, ticks_with_room
+from angular_lab.report.figures.plots import Panel, Trace, _legend_columns, draw, ticks_with_room
 
 
 def test_legend_columns_are_filled_as_matplotlib_does() -> None:

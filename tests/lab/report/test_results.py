@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from angular_lab.report.figures import colors, interpolate, prediction, sweep_figures
-from angular_lab.report.plots import COLORS
+from angular_lab.report.figures.plots import COLORS
+from angular_lab.report.figures.sweep_figures import colors, interpolate, prediction, sweep_figures
 from angular_lab.report.read import collect, read_sweep
 from angular_lab.report.report import make_report
 from angular_lab.report.verdicts import constant_phase_ratio

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from angular_lab.experiments.comparison import experiment
-from angular_lab.report.differences import difference_figure
+from angular_lab.report.figures.differences import difference_figure
 from angular_lab.report.read import collect
 from angular_lab.report.report import make_report
 from angular_lab.report.verdicts import PAPER_CLAIMS

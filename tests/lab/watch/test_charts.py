@@ -3,8 +3,8 @@
 import json
 from math import inf, nan
 
-from angular_lab.report.charts import chart_data, chart_json
-from angular_lab.report.plots import Panel, Trace
+from angular_lab.report.figures.charts import chart_data, chart_json
+from angular_lab.report.figures.plots import Panel, Trace
 
 
 def test_axes_and_traces() -> None:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from math import sqrt
 from statistics import fmean, median
 
+from angular_lab.report.figures.heat_map import heat_map
+from angular_lab.report.figures.plots import COLORS, DASHES, Figure, Panel, Trace
 from angular_lab.report.headlines import ranking
-from angular_lab.report.heat_map import heat_map
-from angular_lab.report.plots import COLORS, DASHES, Figure, Panel, Trace
 from angular_lab.report.read import SweepResults, TrialResult, short
 from angular_lab.report.results import key_of
 from angular_lab.report.tables import seeds_form, tokens_form

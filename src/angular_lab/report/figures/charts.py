@@ -11,7 +11,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from angular_lab.report.plots import Panel, Trace
+from angular_lab.report.figures.plots import Panel, Trace
 
 ASSETS = files("angular_lab.report") / "assets"
 DIGITS = 7  # significant; a loss in bf16 has three, one in fp32 seven

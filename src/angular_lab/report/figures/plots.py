@@ -9,7 +9,7 @@ from math import ceil, log
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from angular_lab.report.line_labels import line_ends, place_labels
+from angular_lab.report.figures.line_labels import line_ends, place_labels
 from angular_lab.report.tables import short_number, with_minus
 
 # Okabe and Ito, 2008, without the yellow, which is pale on white. Black becomes the text colour.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from textwrap import wrap
 
 from angular_lab.experiments.statistics import LEAST, Outcome, verdict
-from angular_lab.report.plots import Figure, Kind, Panel, Trace
+from angular_lab.report.figures.plots import Figure, Kind, Panel, Trace
 from angular_lab.report.read import SweepResults
 from angular_lab.report.results import key_of
 from angular_lab.report.tables import tokens_form, with_minus

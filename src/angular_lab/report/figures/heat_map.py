@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from math import isnan, nan
 
-from angular_lab.report.plots import Figure, Image, Panel
+from angular_lab.report.figures.plots import Figure, Image, Panel
 from angular_lab.run_folder import Run, RunFolder, read_lines
 
 LAYER = re.compile(r"(?:^|\.)(\d+)\.")  # the first number in a parameter's name
