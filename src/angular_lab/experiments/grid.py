@@ -62,7 +62,7 @@ def make_grid(
 
 def default_name(plan: Experiment, settings: Iterable[Setting] = ()) -> str:
     """Return a name that follows from what is trained: the same words find the same sweep. How it
-    is run, such as save_every, makes no difference."""
+    is run, such as save_every, makes no difference, nor does a setting that the lab gets later."""
     optimizers = [*dict.fromkeys(arm.spec.optim.name for arm in plan.arms)]
     axes = dict.fromkeys(s.key for s in settings if len(s.values) > 1)
     parts = [short for key in axes if (short := _short(key)) not in ("name", "seed")]
@@ -70,7 +70,7 @@ def default_name(plan: Experiment, settings: Iterable[Setting] = ()) -> str:
     content = [plan.horizons, plan.seeds, plan.ours, Path(plan.arms[0].spec.data).name]
     for arm in plan.arms:
         decay = arm.spec.schedule.decay
-        content += [arm.label, arm.spec.identity(""), decay, arm.values, arm.axis]
+        content += [arm.label, arm.spec.folder_name(""), decay, arm.values, arm.axis]
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:6]
     return "-".join(["grid", plan.scale, *shown, *parts, digest])
 

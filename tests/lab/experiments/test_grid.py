@@ -7,6 +7,7 @@ import pytest
 
 from angular_lab.config.named_runs import named_run
 from angular_lab.config.overrides import override
+from angular_lab.config.spec import Spec
 from angular_lab.errors import UserError
 from angular_lab.experiments.definition import Experiment
 from angular_lab.experiments.grid import make_grid
@@ -125,6 +126,19 @@ def test_the_name_follows_from_what_is_trained() -> None:
     )
     assert len({name, *(plan.name for plan in others)}) == 1 + len(others)
     assert grid(*words, name="mine").name == "mine"
+
+
+def test_the_name_does_not_depend_on_settings_at_their_defaults(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A setting that the lab gets later has its default in all grids of today."""
+    name, identity = grid(LR).name, Spec.identity
+
+    def with_later_setting(spec: Spec, data: str) -> dict[str, Any]:
+        return {**identity(spec, data), "later": 1}
+
+    monkeypatch.setattr(Spec, "identity", with_later_setting)
+    assert grid(LR).name == name
 
 
 def test_runs_have_the_folders_of_train(tmp_path: Path) -> None:
