@@ -50,6 +50,17 @@ def horizon_from(start: int, share: float) -> int:
 
 def trunk_spec(spec: Spec, starts: Sequence[int]) -> Spec:
     """Return the run at a constant learning rate that keeps checkpoints at all branch points."""
+    s = spec.schedule
+    if s.kind == "cosine":
+        raise UserError(
+            "schedule.kind=cosine: every learning rate depends on the length, so runs of several "
+            "lengths have no steps in common; set schedule.kind=wsd"
+        )
+    if s.decay_steps is not None:
+        raise UserError(
+            f"schedule.decay_steps={s.decay_steps}: runs of several lengths cool down over a share "
+            "of their steps; set schedule.decay instead"
+        )
     schedule = replace(spec.schedule, kind="constant")
     return replace(spec, steps=max(starts), pins=tuple(sorted({*starts})), schedule=schedule)
 

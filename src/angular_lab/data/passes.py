@@ -22,4 +22,5 @@ def passes(spec: Spec, data: Path) -> float:
 def describe_passes(spec: Spec, data: Path) -> str:
     """Return 0.42 passes over 43.7M training tokens."""
     available, count = corpus_tokens(data), passes(spec, data)
-    return f"{count:.2f} passes over {available / 1e6:,.1f}M training tokens"
+    size = f"{available / 1e6:,.1f}M" if available >= 100_000 else f"{available:,}"
+    return f"{count:.2f} passes over {size} training tokens"

@@ -15,7 +15,7 @@ from angular_lab.config.branches import (
 )
 from angular_lab.config.named_runs import NAMED_RUNS, named_run
 from angular_lab.config.overrides import override
-from angular_lab.config.spec import Spec
+from angular_lab.config.spec import ScheduleSpec, Spec
 from angular_lab.errors import UserError
 from angular_lab.experiments.comparison import EXPERIMENTS, experiment
 from angular_lab.experiments.definition import SCALES
@@ -104,6 +104,20 @@ def test_the_constant_phase_ends_where_the_learning_rate_falls(
     assert spec.full_rate_until == last
     assert list(spec.constant_phase) == list(range(6, last + 1))
     assert spec.pinned == pinned
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": "cosine"}, "schedule.kind=cosine: every learning rate depends on the length"),
+        ({"decay_steps": 7}, "schedule.decay_steps=7: .*set schedule.decay"),
+    ],
+)
+def test_a_schedule_without_a_trunk_is_refused(settings, message) -> None:
+    """It used to become a cooldown, and nothing said so."""
+    spec = replace(Spec(), schedule=ScheduleSpec(**settings))
+    with pytest.raises(UserError, match=message):
+        trunk_spec(spec, [10, 20])
 
 
 def test_a_trunk_ends_at_its_last_branch_point_and_cooldowns_at_their_horizons() -> None:

@@ -16,7 +16,7 @@ def test_passes_over_shards_without_a_manifest(tmp_path) -> None:
         write_with_struct(tmp_path / f"{name}.bin", random_ids(size, 50, 0).tolist())
     assert corpus_tokens(tmp_path) == 1500
     assert passes(SPEC, tmp_path) == 4.0
-    assert describe_passes(SPEC, tmp_path) == "4.00 passes over 0.0M training tokens"
+    assert describe_passes(SPEC, tmp_path) == "4.00 passes over 1,500 training tokens"
 
 
 def test_passes_over_prepared_tokens_count_the_training_split(tmp_path) -> None:

@@ -73,8 +73,8 @@ def test_a_corpus_is_read_once_unless_the_user_allows_more(
     least = f"{ceil(passes * 10) / 10:g}"
     assert main(words) == 2
     assert (
-        f"the longest run of small-nano makes {passes:.2f} passes over 0.0M training tokens, and "
-        f"--passes allows 1: prepare more text, or allow it with --passes {least}"
+        f"the longest run of small-nano makes {passes:.2f} passes over {few:,} training tokens, "
+        f"and --passes allows 1: prepare more text, or allow it with --passes {least}"
     ) in capsys.readouterr().err
     assert not (tmp_path / "store").exists()
     allowed = [*words, "--passes", least]
