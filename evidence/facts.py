@@ -16,6 +16,7 @@ from evidence import (
     ranks,
     repeated,
     speed,
+    storage,
     verdicts,
 )
 from evidence.kept import RESULTS, Kept, Rows, read_json
@@ -24,7 +25,7 @@ from evidence.titles import titled
 
 FILE = RESULTS / "facts.json"
 HEADER = "The numbers that README.md, docs/ and results/README.md quote. `make evidence` writes it."
-SUBJECTS = (comparison, ablations, concurrent, one_pass, repeated, finetune)
+SUBJECTS = (comparison, ablations, concurrent, one_pass, repeated, finetune, storage)
 
 
 def compute(kept: Kept) -> Facts:
@@ -93,6 +94,8 @@ def tables(kept: Kept) -> dict[str, Rows]:
             "step-memory": speed.step_memory(),
             "throughput": speed.throughput(),
             "pace": titled(speed.pace_table()),
+            "pace-on-bytes": titled(speed.pace_on_bytes()),
+            "momentum": storage.momentum_table(),
             "throughput-of-optimizers": titled(speed.throughput_of_optimizers()),
             "orthogonalize": speed.orthogonalize(),
             "spectra": speed.spectra(),
