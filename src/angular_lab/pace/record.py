@@ -34,8 +34,8 @@ OPTIM_VALUES = frozenset({
 })  # fmt: skip
 TIMELESS = frozenset({
     "name", "data", "steps", "seed", "eval_every", "eval_tokens", "save_every", "keep", "pins",
-    "log_every", "angle_every", "on_nan", "parallel", "loggers", "parent", "parent_step", "optim",
-    "schedule", "dashboard",
+    "log_every", "sample_every", "angle_every", "on_nan", "parallel", "loggers", "parent",
+    "parent_step", "optim", "schedule", "dashboard",
 })  # fmt: skip
 
 

@@ -20,7 +20,9 @@ from angular_lab.cli.main import main
 from angular_lab.config.spec import Spec
 from angular_lab.pace.record import Pace, Timed
 from angular_lab.report import page
+from angular_lab.report.read import collect, read_paces
 from angular_lab.report.report import make_report
+from angular_lab.report.results import speed_table
 from angular_lab.run_folder import RUNS
 from angular_lab.status.device_use import DeviceUse
 from angular_lab.sweeps.sweep_file import TrialRecord
@@ -399,6 +401,17 @@ def test_two_numbers_of_the_table(made: Made, name: str) -> None:
 def test_one_pace_has_factors_and_the_shared_one_has_none(made: Made) -> None:
     heads = [made.rows(name)[0] for name in sorted(CHECKS) if name.startswith("pace-")]
     assert sorted("time / adamw's" in head for head in heads) == [False, True]
+
+
+def test_a_pace_on_other_tokens_gives_no_factor(made: Made) -> None:
+    """A step with few distinct tokens takes longer: its embedding adds up their gradients."""
+    (sweep, *_), _ = collect([made.root / "teaser"], [])
+    paces = read_paces([made.root], [])
+    for tokens, expected in (("tokens", True), ("others", False)):
+        sweep.paces = [replace(pace, data=tokens) for pace in paces]
+        table = speed_table(sweep)
+        assert table is not None
+        assert any("less time" in column for column in table.columns) == expected
 
 
 def test_two_numbers_of_ls_and_compare(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
