@@ -219,8 +219,7 @@ def _new_momentum(
     M = tl.load(momentum_at(table, matrix, M_TYPE) + offset, mask=inside, other=0).to(tl.float32)
     if M_TYPE == tl.int8:
         scale = tl.load(state_at(table, matrix, MOMENTUM_SCALE, row), mask=in_rows, other=0.0)
-        root = M / LEVELS
-        M = root * tl.abs(root) * scale[:, None]
+        M = M * tl.abs(M) * (scale / (LEVELS * LEVELS))[:, None]
     return T, tl.load(scalars + BETA) * M + T
 
 
@@ -268,10 +267,11 @@ def _store_eight_bit(
         column += tl.load(table + matrix * ENTRY + FIRST_COLUMN).to(tl.int32)
     seed = tl.load(scalars + SEED).to(tl.uint32, bitcast=True) + SALT
     noise = _hash(_hash(row.to(tl.uint32) + seed)[:, None] + column.to(tl.uint32)[None, :])
-    z = tl.abs(M) / divisor(scale)[:, None] * (LEVELS * LEVELS)
+    # Divisions are per row: per entry they would take longer than the memory that 8 bits save.
+    z = tl.abs(M) * (1.0 / divisor(scale))[:, None] * (LEVELS * LEVELS)
     lower = tl.floor(tl.sqrt(z))
-    share = (z - lower * lower) / (2.0 * lower + 1.0)
-    up = (noise >> 8).to(tl.float32) * 5.9604644775390625e-08 < share
+    drawn = (noise >> 8).to(tl.float32) * 5.9604644775390625e-08
+    up = drawn * (2.0 * lower + 1.0) < z - lower * lower
     q = tl.minimum(lower + up.to(tl.float32), LEVELS)
     q = tl.where(M < 0.0, -q, q)
     q = tl.where(z == z, q, 0.0)  # where the row is not finite
