@@ -39,6 +39,7 @@ from angular_muown.params.state import (
     is_state_probe,
     state_bytes,
     states_of,
+    store_as_asked,
 )
 from angular_muown.stages.context import State
 from angular_muown.update import Observer, Recipe, update_alone
@@ -101,6 +102,7 @@ class Engine(torch.optim.Optimizer):
     family: str = ""  # names the member in state dicts; subclasses of a member inherit it
     observers: tuple[Observer, ...] = ()  # set on an instance by AngleMonitor, never saved
     _fused: "FusedGroups | None" = None  # made at the first step on a GPU
+    _asked: list[Any] | None = None  # the groups' state_dtype when momenta were last converted
     _session: "ExchangeSession | None" = None  # made at the first step that ranks share
     _checked: frozenset[Any] | set[Any] = frozenset()  # settings that the last step validated
     _reasons: Mapping[str, str] = {}  # parameter name -> why plan() put it in its group
@@ -247,9 +249,26 @@ class Engine(torch.optim.Optimizer):
             self._advance_clocks(counters, tasks.counts)
         self._check_schedule()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return state and the groups' values, as every torch optimizer does."""
+        self._store_as_asked()
+        return super().state_dict()
+
+    def _store_as_asked(self) -> None:
+        """Convert all momenta after a group's state_dtype has changed, also of parameters that have
+        no gradient: a state dict must not mix dtypes that its groups do not name."""
+        asked = [group["state_dtype"] for group in self.param_groups]
+        if asked == self._asked:
+            return
+        replaced = store_as_asked(self.param_groups, self.state)
+        if self._fused is not None:
+            self._fused.retained += replaced  # the user's graphs may use them
+        self._asked = asked
+
     def _collect(self) -> Tasks | None:
         """Check all groups, make missing state and find what to do; None for a state probe."""
         groups = self.param_groups
+        self._store_as_asked()
         if cuda_graph.is_recording():
             cuda_graph.check(groups, self.state)
         if self._session is not None:

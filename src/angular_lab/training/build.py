@@ -113,8 +113,7 @@ class Models:
             self._key, self._cached = key, (model, parallelize(model, spec, ranks))
             return self._cached
         model, _ = self._cached
-        if ranks.device.type == "cuda":
-            gc.collect()  # the last run's recorded passes, or memory holds both
+        gc.collect()  # the last run's recorded passes, or memory holds both
         model.init_weights(spec.seed)
         model.zero_grad(set_to_none=True)
         model.train()

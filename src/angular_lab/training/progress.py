@@ -60,6 +60,7 @@ class Progress:
         self.smoothed, self.best = Smoothed(spec.steps), (inf, 0)  # a validation loss and its step
         self._written = dict.fromkeys(PHASES, 0.0)
         self._pending: dict[str, Any] | None = None  # a line of timing.jsonl
+        self._logged: dict[str, Any] = {}  # the line of metrics.jsonl that goes with it
         self._use: dict[str, Any] = {}
         self._uses: list[dict[str, Any]] = []
 
@@ -124,13 +125,12 @@ class Progress:
             self._use = self._device_use()
         self._pending = {"step": step, **speed, **self._use}
         self._use = {}
-        for logger in self.loggers:
-            logger.log(step, {**metrics, **speed})
+        self._logged = metrics
         self._update(step, metrics, speed)
         self.screen.log(self.status, stays=stays)
 
     def end_step(self) -> None:
-        """Write the times of a step, a checkpoint's included."""
+        """Write the times of a step, a checkpoint's included, and send all of it to dashboards."""
         if self._pending is None:
             return
         phases = {
@@ -138,7 +138,10 @@ class Progress:
             for name, seconds in self.clock.phases.items()
             if seconds > self._written[name]
         }
-        self.run.append(self.run.timing_path, self._pending | phases)
+        times = self._pending | phases
+        self.run.append(self.run.timing_path, times)
+        for logger in self.loggers:
+            logger.log(times["step"], {**self._logged, **times})
         self._written, self._pending = dict(self.clock.phases), None
 
     def __enter__(self) -> "Progress":

@@ -41,7 +41,10 @@ class ShardedReductions(Reductions):
         return self.row_sum(X.square()).sqrt() if self.row_groups else super().unscaled_row_norm(X)
 
     def row_max(self, X: Tensor) -> Tensor:
-        return max_over(super().row_max(_at_least_one(X, -1)), self.row_groups)
+        largest = super().row_max(_at_least_one(X, -1))
+        # A maximum over ranks may drop NaN, depending on the order of the ranks.
+        largest = torch.where(largest.isnan(), torch.inf, largest)
+        return max_over(largest, self.row_groups)
 
     def max(self, X: Tensor) -> Tensor:
         largest = _at_least_one(self.row_max(X), -2).amax(dim=-2, keepdim=True)

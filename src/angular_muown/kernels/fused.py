@@ -390,6 +390,7 @@ class FusedGroups:
         parts = [local(p) for p in params]
         parts_of_state = [self.part_states.setdefault(id(p), {}) for p in params]
         for p, part, state, own in zip(params, parts, states, parts_of_state, strict=True):
+            own.clear()  # of what a converted state no longer has
             own.update({name: local(value) for name, value in state.items()})
             if part is not p:
                 part.grad = local_gradient(p)

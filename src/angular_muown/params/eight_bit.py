@@ -6,7 +6,9 @@ a thousand times the others, those still have levels of their own.
 
 Rounding is stochastic: M lies between two levels and becomes the upper one with a probability that
 makes the expected value M. Rounding to nearest would lose every gradient that is smaller than half
-a level, at every step.
+a level, at every step. All matrices of a step share the noise, as in rounding.py.
+
+A step orthogonalizes its momentum before rounding; the next step reads what was stored.
 """
 
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from angular_muown.params.layout import Layout
+from angular_muown.params.layout import Layout, Slice2D
 from angular_muown.params.rounding import position_noise
 from angular_muown.stages.reductions import LOCAL, Reductions
 
@@ -50,7 +52,7 @@ def encode(
 ) -> tuple[Tensor, Tensor]:
     """Return M (..., m, n) in 8 bits and the scale (..., m, 1) of its rows.
 
-    A row with an entry that is not finite has a scale that is not finite and decodes to NaN.
+    A row with an entry that is not finite has an infinite scale and decodes to NaN.
 
     Args:
         step: seed of the rounding.
@@ -58,6 +60,7 @@ def encode(
         over: finds the largest entry of rows that ranks share.
     """
     scale = over.row_max(M)
+    scale = torch.where(scale.isnan(), torch.inf, scale)  # as ranks do that share a row
     z = M.abs() / torch.where(scale == 0, 1.0, scale) * LEVELS**2
     lower = z.sqrt().floor()
     share = (z - lower.square()) / (2 * lower + 1)
@@ -69,30 +72,54 @@ def encode(
 
 # --- state that was made for another state_dtype ---
 
+ENTRIES = 2**22  # that are converted at a time
 
-def to_eight_bit(M: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Return a momentum with its parameter's shape in 8 bits, and its scales."""
-    q = torch.empty(M.shape, dtype=torch.int8, device=M.device)
-    compute = torch.promote_types(M.dtype, torch.float32)
-    scale = torch.empty(layout.vector_shape(M, SCALE), dtype=compute, device=M.device)
-    for X, integers, scales in _pieces(layout, M.to(compute), q, scale):
-        encoded, largest = encode(X, 0)
+
+def convert_to_eight_bit(
+    M: Tensor,
+    q: Tensor,
+    scale: Tensor,
+    layout: Layout,
+    window: Slice2D | None = None,
+    over: Reductions = LOCAL,
+) -> None:
+    """Write a momentum with its parameter's shape to q and scale, in 8 bits.
+
+    Args:
+        window: the part of the matrices that these tensors hold; None is all of them.
+        over: finds the largest entry of rows that ranks share; they convert together.
+    """
+    for X, integers, scales, corner in _pieces(layout, window, M, q, scale):
+        encoded, largest = encode(X.to(scale.dtype), 0, corner, over)
         integers.copy_(encoded)
         scales.copy_(largest)
-    return q, scale
 
 
-def from_eight_bit(q: Tensor, scale: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
-    """Return the momentum that 8 bits stand for."""
-    M = torch.empty(q.shape, dtype=dtype, device=q.device)
-    for X, integers, scales in _pieces(layout, M, q, scale):
+def convert_from_eight_bit(
+    q: Tensor, scale: Tensor, M: Tensor, layout: Layout, window: Slice2D | None = None
+) -> None:
+    """Write what 8 bits stand for to a momentum with its parameter's shape."""
+    for X, integers, scales, _ in _pieces(layout, window, M, q, scale):
         X.copy_(decode(integers.to(scale.dtype), scales))
-    return M
 
 
 def _pieces(
-    layout: Layout, M: Tensor, q: Tensor, scale: Tensor
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Cut columns alone: a row has a scale in every block of columns, whatever block it is in."""
+    layout: Layout, window: Slice2D | None, M: Tensor, q: Tensor, scale: Tensor
+) -> Iterator[tuple[Tensor, Tensor, Tensor, tuple[int, int]]]:
+    """Yield some rows at a time, and where they start in whole matrices.
+
+    Columns alone are cut: a row has a scale in every block of columns, whatever block of rows it is
+    in.
+    """
     by_row = replace(layout, blocks=1, interleaved=1)
-    yield from zip(by_row.cut(M), by_row.cut(q), by_row.cut_vector(scale, SCALE), strict=True)
+    m, n = by_row.sides(M.shape) if window is None else (window.m, window.n)
+    whole = window or Slice2D((0, m), (0, n), m, n)
+    cuts = by_row.cut(M, whole), by_row.cut(q, whole), by_row.cut_vector(scale, SCALE, whole)
+    for block, X, integers, scales in zip(by_row.grid(m, n), *cuts, strict=True):
+        part = whole.of_block(block)
+        rows = max(1, ENTRIES // block.n)  # the same on all ranks that share rows
+        for i in range(len(X)):
+            for start in range(0, X.shape[1], rows):
+                some = i, slice(start, start + rows)
+                corner = part.rows[0] + start, part.columns[0]
+                yield X[some], integers[some], scales[some], corner

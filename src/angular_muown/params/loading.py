@@ -26,6 +26,7 @@ from angular_muown.params.options import (
     plain_value,
     plain_values,
 )
+from angular_muown.params.state import store_as_asked
 from angular_muown.schedules import is_number
 from angular_muown.update import Recipe
 from angular_muown.warn import warn
@@ -88,6 +89,7 @@ def load_checked(optimizer: Any, load: Callable[[StateDict], None], state_dict: 
 
     def fill(_: Optimizer) -> None:
         optimizer.state.update(contents[-1].states)
+        store_as_asked(optimizer.param_groups, optimizer.state)
         for group in optimizer.param_groups:
             cuda_graph.to_device(group)
 
@@ -308,18 +310,19 @@ def _changed_values(optimizer: LoadTarget, saved_groups: list[SavedGroup]) -> li
 
 def _kept_storage(optimizer: LoadTarget, saved_groups: list[SavedGroup]) -> list[str]:
     """Keep the optimizer's choice between 8-bit and longer momentum; return a warning for each
-    group in which the next step converts what was loaded."""
+    group in which that converts what was loaded."""
     warnings = []
     for i, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
         if group["algorithm"] != "matrix" or is_eight_bit(group) == (saved["state_dtype"] == INT8):
             continue
-        names = [str(dtype or "float32") for dtype in (saved["state_dtype"], group["state_dtype"])]
+        new = group["state_dtype"]
+        targets = {"int8": "127 levels up to the largest of its row", "bfloat16": "bfloat16"}
         lost = "nothing is rounded"
-        if is_eight_bit(group):
-            lost = "entries are rounded to 127 levels between 0 and the largest of their row"
+        if new in targets:
+            lost = f"every entry is rounded to {targets[new]}"
         warnings.append(
-            f"group {i}: the momentum in the state dict is {names[0]} and becomes {names[1]}, as "
-            f"in the optimizer: {lost}"
+            f"group {i}: the momentum, saved with state_dtype={saved['state_dtype']!r}, is "
+            f"converted to this optimizer's state_dtype={new!r}: {lost}"
         )
         saved["state_dtype"] = group["state_dtype"]
     return warnings

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from angular_muown.distributed.mesh import local, local_gradient
-from angular_muown.params.eight_bit import SCALE, decode, encode
+from angular_muown.params.eight_bit import SCALE, decode, encode, is_eight_bit
 from angular_muown.params.layout import Layout, Slice2D
 from angular_muown.params.options import Group, seed
 from angular_muown.params.rounding import DROPPED_BITS, reconcile_master, round_stochastically
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # A step makes at most this many float32 copies of a stack (10 to 11.5 for Hyperball and
 # MagnitudeDirection on a GPU, benchmarks/step_time.py).
 COPIES = 12
+COPIES_OF_EIGHT_BIT = 18  # noise, levels and what lies between them
 LEAST_ELEMENTS = 2**24  # of a stack: fewer would not fill a GPU
 
 
@@ -233,7 +234,8 @@ def stacks(
         for view in one.views(state_names):
             kinds[kind_of(view)].append(view)
     elements = sum(one.working.numel() for one in opened)
-    limit = max(LEAST_ELEMENTS, int(group["workspace"] * elements / COPIES))
+    copies = COPIES_OF_EIGHT_BIT if is_eight_bit(group) else COPIES
+    limit = max(LEAST_ELEMENTS, int(group["workspace"] * elements / copies))
     for views in kinds.values():
         for batch in _batches(limit, views):
             yield Stack(batch, group["maximize"], seed(group), group["step"])

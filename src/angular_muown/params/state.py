@@ -5,25 +5,26 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from angular_muown import adamw
+from angular_muown import adamw, cuda_graph
 from angular_muown.distributed.mesh import (
+    Sharding,
     is_sharded,
     local,
-    shard_like,
-    whole,
+    sharding_of,
     zero_vector,
     zeros_like,
 )
 from angular_muown.params.eight_bit import (
     SCALE,
-    from_eight_bit,
+    convert_from_eight_bit,
+    convert_to_eight_bit,
     is_eight_bit,
     scale_names,
-    to_eight_bit,
 )
 from angular_muown.params.layout import Layout
-from angular_muown.params.options import Group
+from angular_muown.params.options import Group, parameter_names
 from angular_muown.stages.context import State
+from angular_muown.stages.reductions import LOCAL, Reductions
 from angular_muown.update import Recipe
 
 
@@ -66,16 +67,12 @@ def ensure_states(
     Every step calls this. Each parameter is looked up once, because hashing a tensor costs the host
     more than everything else here.
     """
-    eight_bit = is_eight_bit(group) and recipe is not None
     required = {"step", *(_vectors(recipe, group) if recipe else ())}
     master = group["write_back"] == "master"
     if group["average"] is not None:
         required.add("average")
     states = [all_states[p] for p in params]
     for p, state in zip(params, states, strict=True):
-        M = state.get("momentum_buffer")
-        if recipe and M is not None and (M.dtype == torch.int8) != eight_bit:
-            _convert_momentum(p, state, group)
         if master or not required <= state.keys():
             init_state(p, state, group, recipe)
     return states
@@ -112,8 +109,7 @@ def _init_matrices(
         # device costs a sync
         device = p.device if group["capturable"] else "cpu"
         state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-        dtype = getattr(torch, str(group["state_dtype"])) if group["state_dtype"] else compute
-        state["momentum_buffer"] = zeros_like(p, dtype)
+        state["momentum_buffer"] = zeros_like(p, momentum_dtype(group, compute))
     for name in _vectors(recipe, group):
         if name not in state:
             state[name] = zero_vector(p, Layout.of(group), name, compute)
@@ -126,21 +122,57 @@ def _vectors(recipe: Recipe, group: Group) -> tuple[str, ...]:
     return (*recipe.state_names, *scale_names(group))
 
 
-def _convert_momentum(p: Tensor, state: State, group: Group) -> None:
-    """Store a momentum as the group asks for: it was loaded, or the group's state_dtype changed.
+def store_as_asked(groups: Sequence[Group], states: Mapping[Tensor, State]) -> list[Tensor]:
+    """Convert momenta that are in 8 bits and should not be, or the opposite.
 
-    If p is sharded, all ranks take part. Each holds the whole momentum for a moment.
+    They were loaded, or a group's state_dtype has changed. Ranks that share rows convert them
+    together. Returns the tensors that were replaced.
     """
-    layout, M = Layout.of(group), whole(state["momentum_buffer"])
+    replaced = []
+    for i, group in enumerate(groups):
+        if group["algorithm"] != "matrix":
+            continue
+        for p, name in zip(group["params"], parameter_names(group, i), strict=True):
+            M = states[p].get("momentum_buffer") if p in states else None
+            if M is not None and (M.dtype == torch.int8) != is_eight_bit(group):
+                replaced += convert_momentum(p, states[p], group, name)
+    return replaced
+
+
+def convert_momentum(p: Tensor, state: State, group: Group, name: str) -> list[Tensor]:
+    """Store a momentum as its group asks for; return the tensors that were replaced."""
+    if cuda_graph.is_recording():
+        raise RuntimeError(
+            f"the momentum of {name!r} has to be converted to state_dtype={group['state_dtype']!r}:"
+            " take a step before recording one"
+        )
+    layout, old = Layout.of(group), state["momentum_buffer"]
+    sharding = sharding_of(p, layout, None, name) if is_sharded(p) else None
+    window = sharding.window if sharding else None
+    compute = torch.promote_types(p.dtype, torch.float32)
     if is_eight_bit(group):
-        q, scale = to_eight_bit(M, layout)
-        state["momentum_buffer"] = shard_like(p, q, layout)
-        state[SCALE] = shard_like(p, scale, layout, SCALE)
-    else:
-        compute = torch.promote_types(p.dtype, torch.float32)
-        dtype = getattr(torch, str(group["state_dtype"])) if group["state_dtype"] else compute
-        M = from_eight_bit(M, whole(state.pop(SCALE)), layout, dtype)
-        state["momentum_buffer"] = shard_like(p, M, layout)
+        new, scale = zeros_like(p, torch.int8), zero_vector(p, layout, SCALE, compute)
+        parts = local(old), local(new), local(scale)
+        convert_to_eight_bit(*parts, layout, window, _reductions(sharding))
+        state["momentum_buffer"], state[SCALE] = new, scale
+        return [old]
+    new, scale = zeros_like(p, momentum_dtype(group, compute)), state.pop(SCALE)
+    convert_from_eight_bit(local(old), local(scale), local(new), layout, window)
+    state["momentum_buffer"] = new
+    return [old, scale]
+
+
+def momentum_dtype(group: Group, compute: torch.dtype) -> torch.dtype:
+    return getattr(torch, str(group["state_dtype"])) if group["state_dtype"] else compute
+
+
+def _reductions(sharding: Sharding | None) -> Reductions:
+    if sharding is None:
+        return LOCAL
+    from angular_muown.distributed.reductions import ShardedReductions  # not on a single process
+
+    sides = sharding.window.m, sharding.window.n
+    return ShardedReductions(sides, sharding.row_groups, sharding.column_groups)
 
 
 def state_bytes(p: Tensor, group: Group, recipe: Recipe | None) -> int:

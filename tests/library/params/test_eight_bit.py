@@ -109,7 +109,7 @@ def test_every_member_equals_its_reference_with_the_same_quantizer(
 
 
 @pytest.mark.parametrize("optimizer", MEMBERS)
-@pytest.mark.parametrize("factor", [1e-30, 1e30])
+@pytest.mark.parametrize("factor", [1e-30, 1e30, 2.0**-90, 2.0**90])
 def test_the_scale_of_gradients_does_not_matter(optimizer: type[Engine], factor: float) -> None:
     """Row lengths are excluded: Adam's epsilon has a scale."""
     values = {"radius_lr": 0.0} if "radius_lr" in optimizer([parameter(3, 3)]).defaults else {}
@@ -205,14 +205,14 @@ def test_float32_state_loads_into_8_bits_and_back(
     M = exact.state[p]["momentum_buffer"].clone()
     q, eight = optimizer_of(shape, values, "int8")
     q.data.copy_(p.data)
-    with pytest.warns(UserWarning, match="float32 and becomes int8.*127 levels"):
+    with pytest.warns(UserWarning, match="saved with state_dtype=None.*'int8': .*127 levels"):
         eight.load_state_dict(exact.state_dict())
     assert eight.param_groups[0]["state_dtype"] == "int8"
     run(eight, [q], 1, start=3)
     assert eight.state[q]["momentum_buffer"].dtype == torch.int8
     run(exact, [p], 1, start=3)
     assert (p - q).norm() < 0.02 * p.norm()
-    with pytest.warns(UserWarning, match="int8 and becomes float32.*nothing is rounded"):
+    with pytest.warns(UserWarning, match="'int8', is converted .*=None: nothing is rounded"):
         exact.load_state_dict(eight.state_dict())
     p.data.copy_(q.data)
     for opt, w in ((exact, p), (eight, q)):
@@ -221,6 +221,38 @@ def test_float32_state_loads_into_8_bits_and_back(
     assert SCALE not in exact.state[p]
     assert exact.state[p]["momentum_buffer"].dtype == torch.float32
     assert M.shape == exact.state[p]["momentum_buffer"].shape
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(None, "int8"), ("int8", None), ("int8", "bfloat16")]
+)
+def test_what_was_converted_is_saved_and_loaded_again(before: str | None, after: str) -> None:
+    """Before a step, and for parameters that have no gradient any more."""
+    params = [parameter(6, 8, seed=i, dtype=torch.float32) for i in range(2)]
+    first = AngularMuown(params, state_dtype=before)
+    run(first, params, 2)
+    second = AngularMuown(params, state_dtype=after)
+    with pytest.warns(UserWarning, match="is converted"):
+        second.load_state_dict(first.state_dict())
+    expected = {"int8": torch.int8, "bfloat16": torch.bfloat16, None: torch.float32}[after]
+    for _ in range(2):
+        third = AngularMuown(params, state_dtype=after)
+        third.load_state_dict(second.state_dict())  # warnings are errors here
+        for p in params:
+            assert third.state[p]["momentum_buffer"].dtype == expected
+            assert (SCALE in third.state[p]) == (after == "int8")
+        run(second, params[:1], 1, start=2)
+        params[1].grad = None
+
+
+def test_a_changed_group_converts_before_it_is_saved() -> None:
+    params = [parameter(6, 8, seed=i, dtype=torch.float32) for i in range(2)]
+    opt = AngularMuown(params)
+    run(opt, params, 1)
+    opt.param_groups[0]["state_dtype"] = "int8"
+    fresh = AngularMuown(params, state_dtype="int8")
+    fresh.load_state_dict(opt.state_dict())
+    assert {fresh.state[p]["momentum_buffer"].dtype for p in params} == {torch.int8}
 
 
 def test_a_group_may_change_its_state_dtype() -> None:

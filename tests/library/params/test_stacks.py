@@ -204,7 +204,8 @@ def test_the_workspace_grows_with_the_model(monkeypatch) -> None:
     for one in opened:
         one.parameter.grad = one.parameter.detach()
         one.state["step"] = torch.tensor(1.0)
-    group = {"workspace": 1.0, "maximize": False, "write_back": "master", "step": 0}
+    settings = {"maximize": False, "write_back": "master", "step": 0, "state_dtype": None}
+    group = {"workspace": 1.0, **settings}
     assert [len(stack.views) for stack in stacks.stacks(opened, (), group)] == [2] * 12
 
 

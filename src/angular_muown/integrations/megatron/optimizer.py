@@ -85,6 +85,7 @@ class MegatronAngularMuown(AngularMuown):
             raise RuntimeError(
                 "AngleMonitor does not support Megatron's weights: detach it with close()"
             )
+        self._store_as_asked()  # what is converted in a view would be lost
         original = [group["params"] for group in self.param_groups]
         replaced = [[self._views(p, group) for p in group["params"]] for group in self.param_groups]
         all_views = [views for in_group in replaced for views in in_group]

@@ -225,9 +225,9 @@ def _new_momentum(
 
 @triton.jit
 def _largest(M):
-    """Return the largest absolute entry of each row; NaN where an entry is NaN."""
+    """Return the largest absolute entry of each row; infinity where an entry is NaN."""
     is_nan = tl.max((M != M).to(tl.int32), axis=1) > 0
-    return tl.where(is_nan, float("nan"), tl.max(tl.abs(M), axis=1))
+    return tl.where(is_nan, float("inf"), tl.max(tl.abs(M), axis=1))
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["sums", "maxima"])
