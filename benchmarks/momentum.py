@@ -1,12 +1,12 @@
-"""Step time and memory by the dtype of the momentum, and its error on a real momentum.
+"""Step time and memory by the dtype of the momentum, with float32 and with bf16 weights.
 
     python benchmarks/momentum.py --shapes gpt124 llama1b moe1.1b --json results/momentum_h200.json
 
 Optimizers that differ in `state_dtype` alone step the same hidden matrices in turns: a few steps
 each, in rounds, so that a drift of the clock hits all of them. Times are medians over rounds with
 quartiles. Memory is measured for each on its own: parameters, gradients and state per parameter,
-and the peak of a step above them. `float32` and `bfloat16` weights. Without a GPU the shapes are
-those of gpt124 at a quarter of the size.
+and the peak of a step above them. Without a GPU the shapes are those of gpt124 at a quarter of the
+size.
 """
 
 import argparse

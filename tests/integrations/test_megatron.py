@@ -105,6 +105,29 @@ class ProcessGroups:
         self.tp, self.expt_tp = tp, None
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("before", "after"), [(None, "int8"), ("int8", None)])
+def test_a_converted_momentum_keeps_moving(
+    kind: str, before: str | None, after: str | None
+) -> None:
+    """What is converted in a temporary view of a weight would be lost."""
+    W, *gradients = tensors((16, 12))
+    optimizers = []
+    p = parameter(W, KINDS[kind])
+    for dtype in (before, after):
+        optimizers.append(MegatronAngularMuown([p], 0.1, qkv_split_shapes=SIZES, state_dtype=dtype))
+    p.grad = gradients[0].clone()
+    optimizers[0].step()
+    with pytest.warns(UserWarning, match="is converted"):
+        optimizers[1].load_state_dict(optimizers[0].state_dict())
+    held = optimizers[1].state[p]["momentum_buffer"].clone()
+    p.grad = gradients[1].clone()
+    optimizers[1].step()
+    momentum = optimizers[1].state[p]["momentum_buffer"]
+    assert momentum.dtype == held.dtype == (torch.int8 if after else W.dtype)
+    assert not torch.equal(momentum, held)
+
+
 def on_a_rank() -> dict[str, dict[str, Any]]:
     """Return this rank's part of each kind of weight after the steps, and its state."""
     rank, parts = torch.distributed.get_rank(), {}

@@ -38,6 +38,11 @@ def make_model(spec: Spec, ranks: Ranks) -> LanguageModel:
     """Build the model with weights initialized on the CPU, the same for every device."""
     model = build_model(spec.model)
     if spec.precision == "bf16_weights":
+        if spec.optim.name == "adamw":
+            raise UserError(
+                "precision=bf16_weights with optim.name=adamw: torch's AdamW rounds to nearest and "
+                "loses small steps, so the comparison would not be fair; set precision=bf16"
+            )
         if ranks.world > 1 and spec.parallel == "fsdp":
             raise UserError(
                 "precision=bf16_weights with parallel=fsdp: FSDP shards parameters of one dtype "

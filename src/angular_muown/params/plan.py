@@ -83,7 +83,8 @@ class Plan(list[dict[str, Any]]):
             parts.append(f"lr {', '.join(rates)}")
         if self.state_bytes is not None:
             total = sum(self.state_bytes[name] for name, _ in named)
-            parts.append(f"{_size(total)} of state")
+            each = f" ({total / elements:.2f} bytes per element)" if elements else ""
+            parts.append(f"{_size(total)} of state{each}")
         return f"{rule}: {', '.join(parts)}"
 
     def _lines(self) -> list[tuple[str, ...]]:

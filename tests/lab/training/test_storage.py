@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from angular_lab.config.spec import Spec
+from angular_lab.config.spec import OptimSpec, Spec
 from angular_lab.errors import UserError
 from angular_lab.run_folder import RunFolder
 from angular_lab.training import build
@@ -53,3 +53,9 @@ def test_fsdp_does_not_take_weights_of_two_dtypes(data) -> None:
     spec = replace(spec_of(data), parallel="fsdp")
     with pytest.raises(UserError, match=r"precision=bf16_weights with parallel=fsdp.*parallel=ddp"):
         build.make_model(spec, Ranks(0, 2, torch.device("cpu")))
+
+
+def test_adamw_has_no_stochastic_rounding(data: Path) -> None:
+    spec = tiny(data, precision="bf16_weights", optim=OptimSpec(name="adamw", lr=1e-3))
+    with pytest.raises(UserError, match=r"precision=bf16_weights with optim.name=adamw"):
+        build.make_model(spec, Ranks(0, 1, torch.device("cpu")))

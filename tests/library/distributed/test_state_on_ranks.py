@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -27,7 +27,14 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from angular_muown import AngleMonitor, AngularMuown, MagnitudeDirection, NorMuown, plan
+from angular_muown import (
+    AngleMonitor,
+    AngularMuown,
+    MagnitudeDirection,
+    Muon,
+    NorMuown,
+    plan,
+)
 from tests.library.family import noise, parameter
 from tests.library.sharded import PLACEMENTS, place, whole
 from tests.ranks import results
@@ -253,6 +260,25 @@ def test_the_state_dtype_changes_on_ranks_as_in_one_process() -> None:
     for rank in results(4, change_state_dtype, "fsdp x tp"):
         for actual, expected in zip(rank, alone, strict=True):
             assert_same(actual, expected)
+
+
+def scale_of_a_nan_row(column: int) -> tuple[float, bool]:
+    """Return the scale of a row with NaN in one column, and whether the other rows are finite."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    p = nn.Parameter(distribute_tensor(noise(8, 12, seed=0), mesh, [Shard(1)]))
+    optimizer = Muon([p], state_dtype="int8")
+    G = noise(8, 12, seed=1)
+    G[3, column] = torch.nan
+    p.grad = distribute_tensor(G, mesh, [Shard(1)])
+    optimizer.step()
+    scale = whole(optimizer.state[p]["momentum_scale"]).flatten()
+    return scale[3].item(), bool(scale[[0, 1, 2, 4, 5, 6, 7]].isfinite().all())
+
+
+@pytest.mark.parametrize("column", [1, 10])
+def test_nan_on_any_rank_spoils_its_row_and_no_other(column: int) -> None:
+    """A maximum over ranks drops NaN, depending on their order."""
+    assert results(2, scale_of_a_nan_row, column) == [(torch.inf, True)] * 2
 
 
 def missing_gradients() -> list[list[str]]:

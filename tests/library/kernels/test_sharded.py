@@ -253,6 +253,25 @@ def test_whole_experts_on_a_rank_run_by_kernels_without_an_exchange() -> None:
             torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
+def convert_experts() -> list[str]:
+    """Convert the momenta of experts while one of them has none yet; return its entries."""
+    interpret()
+    params = [nn.Parameter(_placed(_weight((1, 128, 144), i), True)) for i in range(2)]
+    optimizer = Muon([{"params": params, "view": "stack"}], state_dtype="int8")
+    for dtype, active in (("int8", params[:1]), (None, params[:1]), (None, params)):
+        optimizer.param_groups[0]["state_dtype"] = dtype
+        for p in params:
+            p.grad = _placed(noise(1, 128, 144, seed=3, dtype=torch.float32), True)
+        for p in params[len(active) :]:
+            p.grad = None
+        optimizer.step()
+    return sorted(optimizer.state[params[1]])
+
+
+def test_the_kernels_forget_the_scales_of_a_converted_momentum() -> None:
+    assert results(1, convert_experts) == [["momentum_buffer", "step"]]
+
+
 def test_a_state_in_other_dtypes_is_read_correctly() -> None:
     (whole,) = results(1, loaded, "AngularMuown", False)[0]
     for (sharded,) in results(2, loaded, "AngularMuown", True):
