@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from angular_lab.data.prepare import prepare_stdlib
+from angular_lab.training.start import STDLIB_FOLDER
 from site_hooks.references import filled
+from tests.programs import run_program
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
@@ -108,18 +111,41 @@ def _from_root(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+@pytest.fixture(scope="session")
+def stdlib(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prepare the text of the programs that train, once."""
+    folder = tmp_path_factory.mktemp("stdlib")
+    prepare_stdlib(folder)
+    return folder
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=_from_root)
-def test_documented_code_runs(path: Path, tmp_path: Path) -> None:
+def test_documented_code_runs(path: Path, tmp_path: Path, stdlib: Path) -> None:
     """Run all blocks of a document as one program."""
     code = "\n".join(_python_blocks(path.read_text()))
     if not code:
         pytest.skip(f"{path.name} has no Python")
+    (tmp_path / STDLIB_FOLDER).parent.mkdir()
+    (tmp_path / STDLIB_FOLDER).symlink_to(stdlib)
     script = tmp_path / "document.py"
     script.write_text(code)
-    run = subprocess.run(
-        [sys.executable, "-W", "error", str(script)], capture_output=True, text=True, cwd=tmp_path
-    )
-    assert run.returncode == 0, run.stderr
+    code, output = run_program(script)
+    assert code == 0, output
+
+
+def test_a_program_that_fails_or_warns_is_noticed(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    for text, code, output in (
+        ("print(__name__)", 0, "__main__"),
+        ("import sys; sys.exit(3)", 3, ""),
+        ("raise ValueError('wrong')", 1, "ValueError: wrong"),
+        ("import warnings; warnings.warn('old', DeprecationWarning)", 1, "DeprecationWarning: old"),
+    ):
+        script.write_text(text)
+        actual, printed = run_program(script)
+        assert actual == code
+        assert output in printed
+        script.with_suffix(".out").unlink()
 
 
 def _prose(text: str) -> str:
