@@ -16,6 +16,7 @@ from angular_lab.cli.experiments import (
     settle,
 )
 from angular_lab.errors import UserError
+from angular_lab.text import estimated_time
 
 if TYPE_CHECKING:  # they import torch
     from angular_lab.sweeps.slurm import Resources
@@ -132,7 +133,7 @@ def _print_plan(sweep: "Sweep", resources: "Resources", executor: str) -> None:
 
 def _longest_trial(sweep: "Sweep", resources: "Resources") -> str:
     from angular_lab.experiments.cost import flops_per_token, steps_per_trial
-    from angular_lab.show import USUAL_MFU, duration
+    from angular_lab.show import USUAL_MFU
     from angular_lab.training.progress import PEAKS
 
     plan = sweep.experiment
@@ -144,12 +145,13 @@ def _longest_trial(sweep: "Sweep", resources: "Resources") -> str:
     )
     time = operations / (USUAL_MFU * PEAKS[REFERENCE])
     allowed = 60 * resources.minutes * (1 + resources.max_requeues)
+    expected = f"{'about ' * (time >= 1)}{estimated_time(time)}"
     line = (
-        f"longest trial: {tokens:.3g} tokens, {operations:.3g} FLOP, about {duration(time)} on an "
-        f"{REFERENCE} at {USUAL_MFU:.0%} of its peak"
+        f"longest trial: {tokens:.3g} tokens, {operations:.3g} FLOP, {expected} on an {REFERENCE} "
+        f"at {USUAL_MFU:.0%} of its peak"
     )
     if time > allowed:
-        line += f"; --time and --max-requeues allow {duration(allowed)}, which is not enough"
+        line += f"; --time and --max-requeues allow {estimated_time(allowed)}, which is not enough"
     return line
 
 

@@ -13,9 +13,8 @@ from pathlib import Path
 
 from angular_lab.errors import UserError
 from angular_lab.inspect.listing import is_locked, state_of, summarize
-from angular_lab.log import short_bytes
-from angular_lab.report.tables import short_number
 from angular_lab.run_folder import PREFIX, STOPPED, Metrics, Run, RunFolder, parent_folder, read_run
+from angular_lab.text import counted, short_bytes, short_number
 
 TORN = "is half-written"  # only a last line can be
 
@@ -353,5 +352,5 @@ def to_text(folder: Path, findings: list[Finding]) -> str:
         if finding.advice and finding.advice != following:
             lines.append(f"{'':19}to do: {finding.advice}")
     count = sum(finding.status == "wrong" for finding in findings)
-    verdict = f"{count} problem{'s' * (count != 1)}" if count else "nothing is wrong"
+    verdict = counted(count, "problem") if count else "nothing is wrong"
     return "\n".join([*lines, "", verdict])

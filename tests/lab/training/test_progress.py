@@ -27,7 +27,7 @@ from angular_lab.log import configure_logging
 from angular_lab.run_folder import RunFolder
 from angular_lab.status import clock, screen
 from angular_lab.status.clock import Clock, evaluations_left, saves_left
-from angular_lab.status.screen import CLEAR, Screen, Smoothed, Status, duration, short_number
+from angular_lab.status.screen import CLEAR, Screen, Smoothed, Status
 from angular_lab.training.start import resume, train
 from angular_lab.training.trainer import Trainer
 from tests.lab.runs import stopped_copy, tiny
@@ -380,9 +380,3 @@ def test_evaluations_and_checkpoints_are_counted_as_the_trainer_makes_them(
         saved = {*due, *(x for x in later if x in spec.pinned or x == steps)}
         assert evaluations_left(spec, step) == len(due)
         assert saves_left(spec, step) == len(saved)
-
-
-def test_numbers_are_short() -> None:
-    numbers = {0: "0", 512: "512", 999.9: "1k", 9123: "9.12k", 614_400: "614k", 2.5e9: "2.5B"}
-    assert {x: short_number(x) for x in numbers} == numbers
-    assert [duration(x) for x in (7.24, 754, 3723)] == ["7.2 s", "12:34", "1:02:03"]
