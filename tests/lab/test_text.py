@@ -65,3 +65,9 @@ def test_formatters_are_defined_once() -> None:
         if re.search(rf"^def ({names})\(\w+: (int|float)\b", path.read_text(), re.M)
     }
     assert found == {"text.py"}
+
+
+def test_no_printed_command_has_an_unquoted_path() -> None:
+    source = Path(angular_lab.__file__).parent
+    unquoted = re.compile(r"angular-lab [a-z-]+ \{[^}]*(folder|path|run|out)\b")
+    assert not [path for path in source.rglob("*.py") if unquoted.search(path.read_text())]

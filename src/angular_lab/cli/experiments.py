@@ -3,7 +3,6 @@
 import argparse
 import logging
 import re
-import shlex
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from angular_lab.errors import UserError
 from angular_lab.experiments.statistics import BestRate
+from angular_lab.text import command
 
 if TYPE_CHECKING:  # it imports torch
     from angular_lab.sweeps.sweep import Sweep
@@ -135,8 +135,8 @@ def run_and_print(sweeps: "list[Sweep]", arguments: argparse.Namespace) -> None:
         _print_outcome(finished)
         if arguments.until or arguments.command == "grid":
             _print_pairs(finished)
-    files = shlex.join(str(finished.path) for finished in sweeps)
-    print(f"for a page about it: angular-lab report {files}")
+    files = (finished.path for finished in sweeps)
+    print(f"for a page about it: {command('report', *files)}")
 
 
 def settle(sweeps: "list[Sweep]", arguments: argparse.Namespace) -> None:

@@ -3,7 +3,6 @@
 import argparse
 import logging
 import re
-import shlex
 from collections.abc import Callable
 from math import ceil
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ from angular_lab.cli.experiments import (
     settle,
 )
 from angular_lab.errors import UserError
-from angular_lab.text import estimated_time
+from angular_lab.text import command, estimated_time
 
 if TYPE_CHECKING:  # they import torch
     from angular_lab.sweeps.slurm import Resources
@@ -157,7 +156,7 @@ def _longest_trial(sweep: "Sweep", resources: "Resources") -> str:
 
 def _print_next(sweep: "Sweep", arguments: argparse.Namespace) -> None:
     """Print what to do next; on a cluster, once the jobs have ended."""
-    again = shlex.join(["angular-lab", *arguments.words])
+    again = command(*arguments.words)
     here = arguments.executor == "local"
     done, total = sweep.counts()
     if here and done < total:
@@ -168,7 +167,7 @@ def _print_next(sweep: "Sweep", arguments: argparse.Namespace) -> None:
         print(f"when these jobs have ended, for {what}: {again}")
     if not here:
         print(f"how far it is: {again} --status; what is queued: squeue --me")
-    print(f"for a page about it: angular-lab report {shlex.quote(str(sweep.path))}")
+    print(f"for a page about it: {command('report', sweep.path)}")
 
 
 def add_submit(add: Callable[..., argparse.ArgumentParser]) -> None:

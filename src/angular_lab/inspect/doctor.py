@@ -14,7 +14,7 @@ from pathlib import Path
 from angular_lab.errors import UserError
 from angular_lab.inspect.listing import is_locked, state_of, summarize
 from angular_lab.run_folder import PREFIX, STOPPED, Metrics, Run, RunFolder, parent_folder, read_run
-from angular_lab.text import counted, short_bytes, short_number
+from angular_lab.text import command, counted, short_bytes, short_number
 
 TORN = "is half-written"  # only a last line can be
 
@@ -80,7 +80,7 @@ def _state(run: Run) -> Iterator[Finding]:
 def _continue(run: Run) -> str:
     saved = _saved_steps(run)
     where = f"after step {saved[-1]:,}" if saved else "from the beginning"
-    return f"angular-lab resume {run.folder}: it continues {where}"
+    return f"{command('resume', run.folder)}: it continues {where}"
 
 
 # -- logs --------------------------------------------------------------------------------------
@@ -178,9 +178,10 @@ def _rewind_advice(run: Run) -> str:
     good = _intact_until(run)
     earlier = [step for step in _saved_steps(run) if step <= good]
     if earlier:
+        resume = command("resume", run.folder, "--from", max(earlier))
         return (
-            "remove the damaged lines and what follows them, then "
-            f"angular-lab resume {run.folder} --from {max(earlier)}: it takes the later steps again"
+            f"remove the damaged lines and what follows them, then {resume}: it takes the later "
+            "steps again"
         )
     return "train the run again in another folder; no checkpoint is as old as the intact lines"
 
@@ -240,7 +241,7 @@ def _checkpoint_advice(folder: Path, step: int, good: list[int]) -> str:
     if later:
         return f"remove {path}; step {later[-1]:,} is newer and intact"
     if good:
-        resume = f"angular-lab resume {folder.parent}"
+        resume = command("resume", folder.parent)
         return f"remove {path}, then {resume}: it continues after step {good[-1]:,}"
     return "train the run again in another folder; no checkpoint is intact"
 

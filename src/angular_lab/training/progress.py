@@ -19,7 +19,7 @@ from angular_lab.run_folder import RunFolder, shared_device
 from angular_lab.status.clock import COMPILING, PHASES, Clock
 from angular_lab.status.device_use import device_use
 from angular_lab.status.screen import Row, Screen, Shown, Smoothed, Status
-from angular_lab.text import counted, measured_time, short_number
+from angular_lab.text import command, counted, measured_time, short_number
 from angular_lab.training import build, checkpoint
 from angular_lab.training.loggers import Logger, close_loggers, make_loggers
 from angular_lab.training.ranks import Ranks
@@ -280,17 +280,17 @@ def next_commands(progress: Progress) -> list[str]:
     saved = checkpoint.steps(progress.run.checkpoints)
     commands = []
     if (progress.data / TOKENIZER).exists():
-        commands.append(f'angular-lab sample {folder} "the beginning"')
+        commands.append(command("sample", folder, "the beginning"))
     commands += [
-        f"angular-lab watch {folder}",
-        f"angular-lab report {folder}",
-        f"angular-lab export {folder} --out FOLDER",
+        command("watch", folder),
+        command("report", folder),
+        command("export", folder, "--out", "FOLDER"),
     ]
     points = [step for step in saved if step <= spec.full_rate_until]
     if points and spec.parent is None:
-        commands.append(f"angular-lab branch {folder} --at {points[-1]}")
+        commands.append(command("branch", folder, "--at", points[-1]))
     if spec.schedule.kind == "constant" and spec.parent is None:
-        commands.append(f"angular-lab extend {folder} --to {2 * spec.steps}")
+        commands.append(command("extend", folder, "--to", 2 * spec.steps))
     return commands
 
 

@@ -6,6 +6,7 @@ import logging
 import os
 import pty
 import re
+import shlex
 import struct
 import sys
 import termios
@@ -151,7 +152,7 @@ def test_the_commands_of_the_summary_work(
     monkeypatch.chdir(tmp_path)
     spec = tiny(data, angle_every=None)
     constant = replace(spec, schedule=replace(spec.schedule, kind="constant"))
-    train(constant, tmp_path / "run", device="cpu", shown="all")
+    train(constant, tmp_path / "my run", device="cpu", shown="all")
     text = capsys.readouterr().err
     commands = re.findall(r"angular-lab (.+)$", text, re.M)
     names = [command.split()[0] for command in commands]
@@ -159,10 +160,8 @@ def test_the_commands_of_the_summary_work(
     for command in commands:
         if command.startswith("watch"):  # it runs until it is stopped: tests/lab/watch
             continue
-        words = (
-            command.replace('"the beginning"', "the --length 2").replace("FOLDER", "out").split()
-        )
-        assert main(words) == 0
+        words = shlex.split(command.replace("FOLDER", "out"))
+        assert main([*words, "--length", "2"] if words[0] == "sample" else words) == 0
 
 
 def test_a_resumed_run_says_after_which_step_it_continues(
