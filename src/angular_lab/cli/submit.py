@@ -73,6 +73,7 @@ def _resources(sweep: "Sweep", arguments: argparse.Namespace) -> "Resources":
             "than a trial: a job saves its run before the limit, and is requeued"
         )
     minutes = LOCAL_MINUTES if arguments.time is None else ceil(arguments.time / 60)
+    parallel = 1 if local and arguments.max_parallel is None else arguments.max_parallel
     models = [arm.spec.model for arm in sweep.experiment.arms]
     return slurm.Resources(
         minutes=minutes,
@@ -82,7 +83,7 @@ def _resources(sweep: "Sweep", arguments: argparse.Namespace) -> "Resources":
         partition=arguments.partition,
         account=arguments.account,
         qos=arguments.qos,
-        max_parallel=arguments.max_parallel or (1 if local else None),
+        max_parallel=parallel,
         max_requeues=arguments.max_requeues,
         more=tuple(slurm.parameter(word) for word in arguments.set),
     )

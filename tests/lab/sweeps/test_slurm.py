@@ -435,6 +435,7 @@ def test_the_estimate_is_compared_with_the_time_that_is_allowed(
         (["--time", "2m"], "--time 2m: it must be at least 5m"),
         (["--time", "1h", "--cpus", "0"], "--cpus 0: it must be at least 1"),
         (["--time", "1h", "--max-parallel", "-1"], "--max-parallel -1: it must be at least 1"),
+        (["--time", "1h", "--max-parallel", "0"], "--max-parallel 0: it must be at least 1"),
         (["--time", "1h"], "--executor slurm: Could not detect"),
         (["--time", "1h", "--dry-run", "--set", "partition"], "write PARAMETER:VALUE"),
         (["--time", "1h", "--until", "settled"], "--until settled without --max-seeds N"),
