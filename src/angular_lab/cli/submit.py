@@ -15,7 +15,7 @@ from angular_lab.cli.experiments import (
     settle,
 )
 from angular_lab.errors import UserError
-from angular_lab.text import command, estimated_time
+from angular_lab.text import command, counted, estimated_time
 
 if TYPE_CHECKING:  # they import torch
     from angular_lab.sweeps.slurm import Resources
@@ -122,7 +122,10 @@ def _print_plan(sweep: "Sweep", resources: "Resources", executor: str) -> None:
     trials, (done, total) = free_trials(sweep), sweep.counts()
     for trial in trials:
         print(f"{trial.arm.label:30} {trial.value:<10g} seed {trial.seed}")
-    print(f"{len(trials)} jobs ({executor}), each with {resources}")
+    if executor == "local":  # processes share the trials, and nothing limits their memory
+        print(f"{counted(len(trials), 'trial')} on this machine: {resources.limits}")
+    else:
+        print(f"{counted(len(trials), 'job')} ({executor}), each with {resources}")
     if training := len(sweep.pending()) - len(trials):
         print(f"{training} further trials are being made by other processes now")
     if later := total - done - len(trials) - training:
