@@ -56,6 +56,7 @@ def open_sweep(name: str, arguments: argparse.Namespace) -> "Sweep":
     from angular_lab.experiments.comparison import planned
     from angular_lab.sweeps.sweep import Sweep
 
+    _refuse_name_of_sweep(name, arguments)
     plan = planned(name, arguments.scale, arguments.data)
     data = arguments.data or plan.arms[0].spec.data
     if plan.scale == "paper" and data == "stdlib":
@@ -69,6 +70,26 @@ def open_sweep(name: str, arguments: argparse.Namespace) -> "Sweep":
     sweep = Sweep(plan, arguments.out, arguments.data, arguments.device, arguments.name, prepare)
     check_passes(sweep, arguments.passes)
     return sweep
+
+
+def _refuse_name_of_sweep(name: str, arguments: argparse.Namespace) -> None:
+    """Raise UserError if a name is not that of an experiment, but of a sweep in the store."""
+    from angular_lab.experiments.comparison import EXPERIMENTS
+    from angular_lab.sweeps.sweep_file import SWEEPS, SweepRecord
+
+    path = arguments.out / SWEEPS / f"{name}.json"
+    if name in EXPERIMENTS or not path.is_file():
+        return
+    record = SweepRecord.read(path)
+    if record.experiment in EXPERIMENTS:
+        named = () if name == f"{record.experiment}-{record.scale}" else ("--name", name)
+        words = (record.experiment, "--scale", record.scale, *named)
+        raise UserError(f"'{name}' is a sweep: give its experiment, as in "
+                        f"{command(arguments.command, *words)}")  # fmt: skip
+    raise UserError(
+        f"'{name}' is a grid, and {arguments.command} takes an experiment of the lab: run the grid "
+        f"again as angular-lab grid {record.scale} ... --processes N, with the words it had"
+    )
 
 
 def check_passes(sweep: "Sweep", most: float) -> None:
