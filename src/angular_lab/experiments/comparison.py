@@ -165,7 +165,8 @@ def experiment(name: str, scale: str) -> Experiment:
         hint = f"did you mean {near[0]}? " if near else ""
         raise UserError(f"unknown experiment '{name}': {hint}There are {', '.join(EXPERIMENTS)}")
     if scale not in SCALES:
-        raise UserError(f"--scale {scale}: it must be {', '.join(SCALES)}")
+        *before, last = SCALES
+        raise UserError(f"--scale {scale}: it must be {', '.join(before)} or {last}")
     return EXPERIMENTS[name](scale)
 
 
