@@ -162,8 +162,8 @@ EXPERIMENTS: dict[str, Callable[[str], Experiment]] = {
 def experiment(name: str, scale: str) -> Experiment:
     if name not in EXPERIMENTS:
         near = get_close_matches(name, EXPERIMENTS, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise UserError(f"unknown experiment '{name}': {hint}There are {', '.join(EXPERIMENTS)}")
+        hint = f": did you mean {near[0]}?" if near else "."
+        raise UserError(f"unknown experiment '{name}'{hint} There are {', '.join(EXPERIMENTS)}")
     if scale not in SCALES:
         *before, last = SCALES
         raise UserError(f"--scale {scale}: it must be {', '.join(before)} or {last}")
