@@ -123,7 +123,7 @@ def refuse(spec: Spec, folder: Path, device: str = "") -> None:
     """Raise UserError if a new run cannot work, and log what is probably not meant."""
     findings = quick_check(spec, folder, device)
     for finding in sorted(findings, key=lambda finding: finding.status != ERROR):
-        text = f"{finding.text}: {finding.advice}" if finding.advice else finding.text
+        text = f"{finding.text}; {finding.advice}" if finding.advice else finding.text
         if finding.status == ERROR:
             raise UserError(text)
         if finding.status == WARNING:
