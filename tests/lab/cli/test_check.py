@@ -188,6 +188,9 @@ def test_an_error_is_exit_code_2_and_no_step_is_taken(
     text = capsys.readouterr().out
     assert "ERROR    vocabulary" in text
     assert "not taken: the errors come first" in text
+    monkeypatch.setenv("RANK", "1")
+    assert main(command("check", "model.vocabulary=200")) == 2
+    assert not capsys.readouterr().out, "the first rank prints it"
 
 
 @pytest.mark.parametrize(
