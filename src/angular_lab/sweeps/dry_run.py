@@ -17,7 +17,7 @@ from angular_lab.models import build_model
 from angular_lab.show import rate_here
 from angular_lab.sweeps.sweep import Sweep
 from angular_lab.sweeps.trials import PlannedRun, Trial
-from angular_lab.text import estimated_time
+from angular_lab.text import estimated_time, short_bytes
 from angular_lab.training.build import make_optimizer
 from angular_lab.training.start import data_place, is_prepared
 
@@ -148,7 +148,7 @@ def notes(sweep: Sweep, works: Sequence[ArmWork], tflops: float | None = None) -
         f"left       {left.runs:,} runs, {left.tokens:.3g} tokens, {left.operations:.3g} FLOP",
         *_times(left.operations, tflops),
         f"corpus     {_passes(sweep)}",
-        f"disk       about {everything.disk / 1e9:.3g} GB for the checkpoints of all runs",
+        f"disk       about {short_bytes(everything.disk)} for the checkpoints of all runs",
     ]
 
 

@@ -107,6 +107,15 @@ def test_the_runs_are_those_of_the_words(store: Path) -> None:
     assert len(finished(store)) == RUNS
 
 
+def test_a_dry_run_of_a_single_small_run(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["grid", *single(data), "--out", str(tmp_path), "--dry-run", "--tflops", "1"]) == 0
+    text = capsys.readouterr().out
+    assert re.match(r"about [\d.]+ kB for the checkpoints", noted(text, "disk"))
+    assert "makes <0.01 passes over" in noted(text, "corpus")
+
+
 def test_again_it_prints_the_outcome_and_trains_nothing(
     store: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -135,7 +135,7 @@ def test_header_and_summary_say_what_was_trained_and_what_is_next(
     assert rows["optimizer"] == (
         "angular_muown, lr 0.02, aux lr 0.004; wsd, 2 steps of warmup, 3 of cooldown, kappa to 0.18"
     )
-    assert rows["data"].startswith(f"{data}, 0.00 passes over ")
+    assert rows["data"].startswith(f"{data}, <0.01 passes over ")
     assert rows["device"].startswith("cpu, 1 thread")
     assert rows["length"] == "12 steps of 128 tokens: 1.54k tokens; evaluates every 4"
     assert re.fullmatch(r"\d\.\d{4} at the end; best \d\.\d{4} at step \d+", rows["validation"])
