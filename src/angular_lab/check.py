@@ -242,7 +242,8 @@ def _disk(plan: Plan) -> Iterator[Finding]:
     # while one is written, the older ones are still there
     count = min(saves_left(spec, spec.parent_step), spec.keep + len(set(spec.pinned)) + 1)
     free, needed = free_disk(plan.folder), count * size
-    text = f"{count} checkpoints of {short_bytes(size)} take {short_bytes(needed)}"
+    take = "takes" if count == 1 else "take"
+    text = f"{counted(count, 'checkpoint')} of {short_bytes(size)} {take} {short_bytes(needed)}"
     if free >= needed:
         yield Finding("disk", OK, f"{text} of {short_bytes(free)}")
     else:
@@ -403,8 +404,8 @@ def _expected_time(spec: Spec, measured: Measured) -> Finding:
     training, evaluating = steps * measured.step, count * measured.evaluation
     total = measured_time(training + evaluating + measured.compiling)
     rate = short_number(spec.tokens_per_step / measured.step)
-    parts = [f"{steps:,} steps of {measured.step:.3g} s"]
-    parts += [f"{count:,} evaluations of {measured.evaluation:.3g} s"] if count else []
+    parts = [f"{counted(steps, 'step')} of {measured.step:.3g} s"]
+    parts += [f"{counted(count, 'evaluation')} of {measured.evaluation:.3g} s"] if count else []
     parts += [f"compiling {measured_time(measured.compiling)}"] if measured.compiling else []
     text = f"about {total} without checkpoints: {', '.join(parts)}; {rate} tokens/s"
     return Finding("time", OK, text)

@@ -110,7 +110,7 @@ def _status(sweep: "Sweep") -> str:
     from angular_lab.sweeps.progress import take_snapshot
 
     now = take_snapshot([sweep])
-    ended = f"{len(now.ended)} of {now.total} runs done, {now.diverged} of them diverged"
+    ended = f"{len(now.ended)} of {counted(now.total, 'run')} done, {now.diverged} diverged"
     state = f"{ended}; {now.tokens_left:.3g} tokens left"
     return "\n".join([sweep.state(), state, *(f"  {run}" for run in now.training)])
 
@@ -127,9 +127,10 @@ def _print_plan(sweep: "Sweep", resources: "Resources", executor: str) -> None:
     else:
         print(f"{counted(len(trials), 'job')} ({executor}), each with {resources}")
     if training := len(sweep.pending()) - len(trials):
-        print(f"{training} further trials are being made by other processes now")
+        verb = "is" if training == 1 else "are"
+        print(f"{counted(training, 'further trial')} {verb} being made by other processes now")
     if later := total - done - len(trials) - training:
-        print(f"{later} more trials, on the other seeds, can run once values are chosen")
+        print(f"{counted(later, 'more trial')}, on the other seeds, can run once values are chosen")
     if trials:
         print(_longest_trial(sweep, resources))
 
@@ -164,10 +165,10 @@ def _print_next(sweep: "Sweep", arguments: argparse.Namespace) -> None:
     here = arguments.executor == "local"
     done, total = sweep.counts()
     if here and done < total:
-        print(f"next, for the {total - done} trials that are left: {again}")
+        print(f"next, with {counted(total - done, 'trial')} left: {again}")
     elif not here and not arguments.until_done:
         later = total - done - len(sweep.pending())
-        what = f"the {later} trials on the other seeds" if later else "what is left"
+        what = f"the {counted(later, 'trial')} on the other seeds" if later else "what is left"
         print(f"when these jobs have ended, for {what}: {again}")
     if not here:
         print(f"how far it is: {again} --status; what is queued: squeue --me")

@@ -110,7 +110,8 @@ def _logs(run: Run) -> Iterator[Finding]:
             yield Finding("logs", "wrong", text, _rewind_advice(run))
     if not problems and metrics:
         last = metrics[-1]
-        text = f"{len(metrics):,} lines in order, to step {last.step:,} ({last.tokens:,} tokens)"
+        end = f"step {last.step:,} ({last.tokens:,} tokens)"
+        text = f"{counted(len(metrics), 'line')} in order, to {end}"
         yield Finding("logs", "ok", text)
     elif not problems:
         yield Finding("logs", "note", "no step was logged yet")

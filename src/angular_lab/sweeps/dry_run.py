@@ -17,7 +17,7 @@ from angular_lab.models import build_model
 from angular_lab.show import rate_here
 from angular_lab.sweeps.sweep import Sweep
 from angular_lab.sweeps.trials import PlannedRun, Trial
-from angular_lab.text import estimated_time, short_bytes
+from angular_lab.text import counted, estimated_time, short_bytes
 from angular_lab.training.build import make_optimizer
 from angular_lab.training.start import data_place, is_prepared
 
@@ -142,10 +142,12 @@ def notes(sweep: Sweep, works: Sequence[ArmWork], tflops: float | None = None) -
         lines.append(f"compares   {_pairs(plan.pairs)}")
     everything = total(work.all for work in works)
     done = everything.runs - left.runs
+    has = f"{counted(everything.runs, 'run')} {'is' if everything.runs == 1 else 'are'}"
+    runs = counted(left.runs, "run")
     return [
         *lines,
-        f"done       {done:,} of {everything.runs:,} runs are in {sweep.runs}",
-        f"left       {left.runs:,} runs, {left.tokens:.3g} tokens, {left.operations:.3g} FLOP",
+        f"done       {done:,} of {has} in {sweep.runs}",
+        f"left       {runs}, {left.tokens:.3g} tokens, {left.operations:.3g} FLOP",
         *_times(left.operations, tflops),
         f"corpus     {_passes(sweep)}",
         f"disk       about {short_bytes(everything.disk)} for the checkpoints of all runs",
@@ -173,7 +175,7 @@ def _pairs(pairs: Sequence[tuple[str, str]]) -> str:
 
 def _horizons(horizons: Sequence[int]) -> str:
     if len(horizons) == 1:
-        return f"{horizons[0]:,} steps"
+        return counted(horizons[0], "step")
     *before, last = map(str, horizons)
     listed = f"{', '.join(before)} and {last}"
     return f"{listed} steps, branching off one run at a constant learning rate"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from angular_lab.run_folder import RunFolder, is_locked
 from angular_lab.sweeps.trials import PlannedRun, Trial
-from angular_lab.text import clock, short_number
+from angular_lab.text import clock, counted, short_number
 
 if TYPE_CHECKING:  # it imports this module
     from angular_lab.sweeps.sweep import Sweep
@@ -227,7 +227,7 @@ class SweepProgress:
         counts = {"training": len(snapshot.training), "diverged": snapshot.diverged}
         counts["failed"] = snapshot.failed
         others = [f"{count} {what}" for what, count in counts.items() if count]
-        done = f"{len(snapshot.ended)} of {snapshot.total} runs done"
+        done = f"{len(snapshot.ended)} of {counted(snapshot.total, 'run')} done"
         speed = f"{short_number(snapshot.speed)} tokens/s" if snapshot.speed else ""
         parts = (", ".join([done, *others]), speed, f"{clock(elapsed)} elapsed", left)
         return f"{names}: {'; '.join(filter(None, parts))}"

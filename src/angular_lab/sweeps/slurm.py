@@ -185,8 +185,9 @@ class Job:
             log.info("%s; the time is over", stopped)
             _requeue()
         left = sum(not trial.done for trial in self._trials(sweep))
-        rest = f"; {left} trials of the round are made by other jobs, or failed" if left else ""
-        return f"made {len(made)} runs{rest}"
+        of_others = f"{counted(left, 'trial')} of the round {'is' if left == 1 else 'are'}"
+        rest = f"; {of_others} made by other jobs, or failed" if left else ""
+        return f"made {counted(len(made), 'run')}{rest}"
 
     def checkpoint(self) -> Any:
         """submitit asks for what to run after a requeue: the same, as all is in the store."""
@@ -259,7 +260,8 @@ class Follower:
         sweep.check()
         done, total = sweep.counts()
         if not free_trials(sweep):
-            return f"{sweep.name}: {done} of {total} trials done; nothing is left to submit"
+            state = f"{done} of {counted(total, 'trial')} done"
+            return f"{sweep.name}: {state}; nothing is left to submit"
         if done <= self.done:
             raise WorkerDied(
                 f"the last round finished no trial, so no other one is submitted: see the logs in "
@@ -357,7 +359,7 @@ def wait(started: Sequence[Any], progress: SweepProgress | None = None) -> list[
         else:
             results.append(f"job {job.job_id} {result}")
     if saved:
-        saved.append(f"{len(saved)} of {len(started)} jobs are unfinished; {AGAIN}")
+        saved.append(f"unfinished: {len(saved)} of {counted(len(started), 'job')}; {AGAIN}")
     if failed:
         raise WorkerDied("\n".join([*failed, *saved]))
     if saved:

@@ -28,6 +28,7 @@ from angular_lab.sweeps.open_pairs import Losses, judge, new_seeds, seeds_of_pai
 from angular_lab.sweeps.progress import announcement
 from angular_lab.sweeps.sweep_file import SWEEPS, ArmRecord, DamagedFileError, SweepRecord
 from angular_lab.sweeps.trials import PlannedRun, Trial, make_trial
+from angular_lab.text import counted
 from angular_lab.training.build import Models
 from angular_lab.training.nonfinite import NotFinite
 from angular_lab.training.signals import Preempted, Sigterm
@@ -227,7 +228,7 @@ class Sweep:
         plan, (done, total) = self.experiment, self.counts()
         data = plan.arms[0].spec.data
         text = f"{STDLIB} (the Python standard library, as bytes)" if data == STDLIB else data
-        counts = f"{plan.name}, scale {plan.scale}: {done} of {total} trials done"
+        counts = f"{plan.name}, scale {plan.scale}: {done} of {counted(total, 'trial')} done"
         return f"{counts}; data: {text}; longest run: {self.passes_text}"
 
     @property
@@ -409,10 +410,10 @@ def begin(sweeps: Sequence[Sweep], extend: int) -> None:
 
 def unfinished(sweeps: Sequence[Sweep]) -> str:
     """Describe the sweeps that have trials left; "" if all are done."""
-    counted = [(sweep.name, *sweep.counts()) for sweep in sweeps]
+    counts = [(sweep.name, *sweep.counts()) for sweep in sweeps]
     return "; ".join(
-        f"{name}: {done} of {total} trials done, {total - done} left"
-        for name, done, total in counted
+        f"{name}: {done} of {counted(total, 'trial')} done, {total - done} left"
+        for name, done, total in counts
         if done < total
     )
 

@@ -223,8 +223,8 @@ def header(progress: Progress, step: int) -> list[Row]:
         ("optimizer", f"{o.name}, lr {o.lr:g}{aux}; {schedule(spec)}"),
         ("data", f"{progress.data}, {describe_passes(spec, progress.data)}"),
         ("device", f"{device}, {spec.precision}{', compiled' * spec.compile}{many}"),
-        ("length", f"{spec.steps:,} steps of {spec.tokens_per_step:,} tokens: {tokens} tokens; "
-                   f"{every}"),
+        ("length", f"{counted(spec.steps, 'step')} of {spec.tokens_per_step:,} tokens: {tokens} "
+                   f"tokens; {every}"),
     ]  # fmt: skip
     if step:
         rows.append(("resumes", f"continues after step {step:,}"))
@@ -245,13 +245,13 @@ def schedule(spec: Spec) -> str:
 def summary(progress: Progress) -> list[Row]:
     """Return how a finished run went, as rows for the screen."""
     spec, times = progress.spec, progress.clock
-    tokens = short_number(spec.steps * spec.tokens_per_step)
+    trained = f"{counted(spec.steps, 'step')}, {short_number(spec.steps * spec.tokens_per_step)}"
     split = {"training": times.training, **times.phases}
     spent = ", ".join(
         f"{name} {measured_time(value)}" for name, value in split.items() if value >= 0.05
     )
     value, best = progress.status.validation, progress.best
-    rows = [("done", f"{spec.steps:,} steps, {tokens} tokens in {measured_time(times.elapsed)}"
+    rows = [("done", f"{trained} tokens in {measured_time(times.elapsed)}"
                      f"{f': {spent}' if spent else ''}")]  # fmt: skip
     if value is not None:
         rows.append(

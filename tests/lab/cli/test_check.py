@@ -229,6 +229,9 @@ def test_the_expected_time_counts_steps_evaluations_and_compilation() -> None:
         "about 1:10 without checkpoints: 100 steps of 0.5 s, 4 evaluations of 2 s, compiling "
         "12.0 s; 2.05k tokens/s"
     )
+    one = replace(spec, steps=1)
+    text = check._expected_time(one, check.Measured(0.0, 0.5, 2.0, 0, 0, None)).text
+    assert "1 step of 0.5 s, 1 evaluation of 2 s;" in text
 
 
 @pytest.mark.parametrize("name", ["train", "trunk"])

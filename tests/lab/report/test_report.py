@@ -11,7 +11,8 @@ import pytest
 
 from angular_lab.demo import RUNS, run_demo
 from angular_lab.errors import UserError
-from angular_lab.report.report import summary, text_table, write_report
+from angular_lab.report.read import collect
+from angular_lab.report.report import _opening, summary, text_table, write_report
 from angular_lab.report.tables import Mark
 from angular_lab.run_folder import RunFolder
 from tests.lab.report.made import choosing, spec_of, write_lines, write_run
@@ -103,3 +104,11 @@ def test_the_summary_of_a_run(tmp_path: Path, kind: str, first: int, last: int) 
     assert values["aux lr"] == spec.optim.lr  # not set: as lr
     assert (values["validation loss"], values["of the average, 0.5"]) == (2.5, 2.25)
     assert values["angle at full learning rate (mrad)"] == f"{first:.2f} to {last:.2f}"
+
+
+def test_the_opening_does_not_count_one_sweep_of_one(tmp_path: Path) -> None:
+    sweeps, _ = collect([choosing(tmp_path / "small")], [])
+    edge = "best value is at the edge of its grid, so a wider one may change the result: "
+    assert f"A {edge}{sweeps[0].experiment}." in _opening(sweeps, []).sentences
+    several = _opening([*sweeps, *sweeps], []).sentences
+    assert any(text.startswith(f"In 2 of 2 sweeps a {edge}") for text in several)

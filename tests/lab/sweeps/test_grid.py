@@ -114,6 +114,8 @@ def test_a_dry_run_of_a_single_small_run(
     text = capsys.readouterr().out
     assert re.match(r"about [\d.]+ kB for the checkpoints", noted(text, "disk"))
     assert "makes <0.01 passes over" in noted(text, "corpus")
+    assert noted(text, "done") == f"0 of 1 run is in {tmp_path / 'runs'}"
+    assert noted(text, "left").startswith("1 run, 256 tokens, ")
 
 
 def test_again_it_prints_the_outcome_and_trains_nothing(

@@ -89,9 +89,9 @@ def test_a_job_takes_what_no_other_has_begun(plan: Experiment, tmp_path: Path) -
     taken = RunFolder(runner.next_runs()[0].folder)
     taken.claim()
     result = second()
-    assert result == "made 1 runs; 1 trials of the round are made by other jobs, or failed"
+    assert result == "made 1 run; 1 trial of the round is made by other jobs, or failed"
     taken.release()
-    assert second() == "made 1 runs"
+    assert second() == "made 1 run"
     assert first() == "made 0 runs"
     assert runner.counts() == (2, 3)
 
@@ -110,7 +110,7 @@ def test_a_run_that_fails_is_not_tried_by_the_other_jobs(
     monkeypatch.setattr(sweep_module, "train", broken)
     with pytest.raises(OSError, match="the disk is full"):
         first()
-    assert second().startswith("made 1 runs; 1 trials")
+    assert second().startswith("made 1 run; 1 trial")
 
 
 def test_a_job_fits_the_model_to_the_vocabulary(plan: Experiment, tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_jobs_that_share_a_trunk_make_it_once(plan: Experiment, tmp_path: Path) 
     began = time.monotonic()
     assert first() == "made 3 runs"
     assert time.monotonic() - began > 0.9
-    assert second() == "made 1 runs"
+    assert second() == "made 1 run"
 
 
 def test_a_job_out_of_time_saves_and_continues_later(
@@ -188,7 +188,7 @@ def test_the_batch_script_asks_for_what_the_command_says(
     assert expected.items() <= options.items()
     printed = capsys.readouterr().out
     assert "submitted 1; logs are in " in printed
-    assert f"for the 1 trials on the other seeds: angular-lab {' '.join(words)}\n" in printed
+    assert f"for the 1 trial on the other seeds: angular-lab {' '.join(words)}\n" in printed
 
 
 def test_defaults_of_the_resources(plan: Experiment, cluster: FakeSlurm, tmp_path: Path) -> None:
@@ -332,7 +332,7 @@ def test_submitits_local_executor(
     assert main(words) == 0
     printed = capsys.readouterr()
     assert "made 2 runs" in printed.out
-    assert f"next, for the 1 trials that are left: angular-lab {' '.join(words)}\n" in printed.out
+    assert f"next, with 1 trial left: angular-lab {' '.join(words)}\n" in printed.out
     assert "run 2 of 3: adamw" in printed.err
     assert Sweep(plan, tmp_path).counts() == (2, 3)
 
@@ -349,7 +349,7 @@ def test_until_done_runs_all_rounds_here(
     assert main([*words, "--until-done"]) == 0
     printed = capsys.readouterr().out
     assert printed.count("made ") == 2
-    assert "next, for" not in printed
+    assert "next, with" not in printed
     assert Sweep(plan, tmp_path).counts() == (3, 3)
     assert main(words) == 0
     assert "0 trials on this machine" in capsys.readouterr().out
@@ -405,12 +405,12 @@ def test_the_status_of_a_sweep_and_what_is_left_to_submit(
     assert main(words) == 0
     state, counts, training = capsys.readouterr().out.splitlines()
     assert state.startswith("small, scale nano: 0 of 3 trials done; ")
-    assert counts == "0 of 3 runs done, 0 of them diverged; 1.54e+03 tokens left"
+    assert counts == "0 of 3 runs done, 0 diverged; 1.54e+03 tokens left"
     assert training.startswith("  adamw 0.001 seed 0")
     assert main([*words[:-1], "--dry-run", "--time", "1h"]) == 0
     printed = capsys.readouterr().out
     assert "1 job (slurm)" in printed
-    assert "1 further trials are being made by other processes now" in printed
+    assert "1 further trial is being made by other processes now" in printed
 
 
 def test_the_estimate_is_compared_with_the_time_that_is_allowed(
