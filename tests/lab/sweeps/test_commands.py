@@ -162,7 +162,7 @@ def test_two_experiments_by_two_processes(
     for path in Path("runs").glob("*seed7*"):
         shutil.rmtree(path)
     assert main([*words, "--budget", "0.001s"]) == 75
-    expected = "other-nano: 0 of 1 trials done, 1 left; run the same command to continue"
+    expected = "other-nano: 0 of 1 trial done, 1 left; run the same command to continue"
     assert expected in capfd.readouterr().err
 
 
