@@ -2,10 +2,10 @@
 
     python -m tests.kept.make [--bits] [NAME ...]
 
-Writes one small file per optimizer, or those that are named: the state dict and weights after five steps, and the weights
-after ten. tests/library/test_kept_states.py loads each file and continues. With --bits, write
-nothing and print a digest for each run of fifty steps, to compare two source trees bit for bit on
-one machine.
+Writes one small file per optimizer, or those that are named: the state dict and weights after five
+steps, and the weights after ten. tests/library/test_kept_states.py loads each file and continues.
+With --bits, write nothing and print a digest for each run of fifty steps, to compare two source
+trees bit for bit on one machine.
 """
 
 import argparse
