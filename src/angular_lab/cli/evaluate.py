@@ -35,14 +35,12 @@ def evaluate(arguments: argparse.Namespace) -> None:
 
 
 def _evaluations(folder: Path, arguments: argparse.Namespace) -> list["Evaluation"]:
-    import torch
-
     from angular_lab.data.evaluated_text import read_text
     from angular_lab.evaluations import Evaluation
     from angular_lab.run_folder import RunFolder
     from angular_lab.sample import load_run
     from angular_lab.training import checkpoint
-    from angular_lab.training.evaluate import text_loss
+    from angular_lab.training.evaluate import autocast_of, text_loss
     from angular_lab.training.ranks import choose_device
     from angular_lab.training.start import prepared_data
 
@@ -54,7 +52,7 @@ def _evaluations(folder: Path, arguments: argparse.Namespace) -> list["Evaluatio
     device = choose_device(arguments.device)
     model = load_run(folder, str(device), window, arguments.step)
     step = arguments.step or max(checkpoint.steps(run.checkpoints))
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=spec.precision == "bf16")
+    autocast = autocast_of(spec, device)
     batch, results = spec.micro_batch or min(spec.batch, BATCH), []
     for text in texts:
         loss = text_loss(model, text.ids, spec.model.sequence, batch, autocast)

@@ -8,11 +8,17 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from angular_lab.config.spec import Spec
 from angular_lab.data.batches import Tokens
 from angular_lab.data.evaluated_text import tokenizer_of
 from angular_lab.models import LanguageModel
 from angular_lab.models.generate import continue_all
 from angular_lab.training.ranks import Ranks
+
+
+def autocast_of(spec: Spec, device: torch.device) -> torch.autocast:
+    """Return the context of a run's forward passes, the same in training and in evaluations."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=spec.precision != "fp32")
 
 
 @torch.no_grad()

@@ -82,6 +82,15 @@ def test_the_runs_own_folder_has_the_loss_that_training_logged(
     ]
 
 
+@pytest.mark.parametrize("precision", ["bf16", "bf16_weights", "fp32"])
+def test_the_loss_is_the_logged_one_in_every_precision(
+    precision: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tiny(data, steps=4, precision=precision), tmp_path / "run", device="cpu")
+    (result,) = evaluate(capsys, tmp_path / "run", "--on", data, "--device", "cpu")
+    assert result["loss"] == RunFolder(tmp_path / "run").read_metrics()[-1].get("val_loss")
+
+
 def test_values_follow_from_a_plain_computation(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
