@@ -15,7 +15,7 @@ from angular_lab.data.batches import Batches, Tokens, prefetch
 from angular_lab.errors import UserError
 from angular_lab.models.tensor_parallel import clip_gradients
 from angular_lab.run_folder import RunFolder
-from angular_lab.status.clock import EVALUATING, SAVING
+from angular_lab.status.clock import EVALUATING, SAMPLING, SAVING
 from angular_lab.status.screen import Shown
 from angular_lab.training import build, checkpoint
 from angular_lab.training.averages import Averages
@@ -175,7 +175,7 @@ class Trainer:
 
     def sample(self, samples: Samples) -> None:
         """Write and show what the model makes of a few prompts. Training does not notice it."""
-        with self.progress.phase(EVALUATING), self.autocast:
+        with self.progress.phase(SAMPLING), self.autocast:
             written = samples.write(self.model)
         for pair in written if self.ranks.first else ():
             self.run.append(self.run.samples_path, {"step": self.step, **pair})
