@@ -139,19 +139,19 @@ def test_bytes_are_those_of_the_text_and_not_of_the_tokens(
     assert np.isfinite(cut["loss"])
 
 
-def test_an_evaluation_replaces_an_earlier_one_of_the_same_text_and_weights(
+def test_an_evaluation_replaces_an_earlier_one_of_the_same_tokens_and_weights(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text("some text " * 40)
-    for tokens in (64, 64, 100):
+    for tokens in (64, 100, 64):
         evaluate(capsys, run, "--on", text, "--tokens", tokens)
-    (result,) = read_evaluations(run, [])
-    assert result.tokens == 100
-    assert len(RunFolder(run).evaluations_path.read_text().splitlines()) == 1
+    found = read_evaluations(run, [])
+    assert [result.tokens for result in found] == [100, 64], "another part of the text is kept"
+    assert len(RunFolder(run).evaluations_path.read_text().splitlines()) == 2
     text.write_text("other text " * 40)
-    evaluate(capsys, run, "--on", text)
-    assert len(read_evaluations(run, [])) == 2
+    evaluate(capsys, run, "--on", text, "--tokens", 64)
+    assert len(read_evaluations(run, [])) == 3
 
 
 def test_evaluations_are_shown(
