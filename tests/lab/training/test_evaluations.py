@@ -170,6 +170,27 @@ def test_evaluations_are_shown(
         assert f"{result['bits_per_byte']:.4f}" in shown
 
 
+def test_a_folder_of_text_is_evaluated_as_its_documents(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the order of their names, as `prepare` reads them."""
+    folder, text = tmp_path / "texts", tmp_path / "all.txt"
+    (folder / "more").mkdir(parents=True)
+    (folder / "a.txt").write_text("naïve café " * 4)
+    (folder / "more" / "b.jsonl").write_text(json.dumps({"text": "a second document"}) + "\n")
+    (folder / ".hidden").write_bytes(b"\xff")
+    text.write_text("naïve café " * 4 + f"\n{END_OF_TEXT}\na second document")
+    whole, single = evaluate(capsys, run, "--on", folder, "--on", text)
+    assert {**whole, "on": "", "data": ""} == {**single, "on": "", "data": ""}
+    (cut,) = evaluate(capsys, run, "--on", folder, "--tokens", 10)
+    assert (cut["data"], cut["tokens"]) == (whole["data"], 10), "the same text, and less of it"
+    (folder / "more" / "b.jsonl").write_text(json.dumps({"text": "a third document"}) + "\n")
+    (changed,) = evaluate(capsys, run, "--on", folder, "--tokens", 10)
+    assert changed["data"] != whole["data"]
+    (folder / "empty").mkdir()
+    assert "it has no text to evaluate" in fails(capsys, run, "--on", folder / "empty")
+
+
 def test_a_resumed_run_forgets_evaluations_of_steps_that_it_takes_again(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -189,8 +210,10 @@ def test_errors_say_what_to_do(
     message = fails(capsys, run, "--on", other)
     assert f"angular-lab prepare TEXT --tokenizer {data / TOKENIZER}" in message
     (tmp_path / "empty.txt").touch()
+    (tmp_path / "binary").mkdir()
+    (tmp_path / "binary" / "file").write_bytes(b"\xff")
     for words, expected in (
-        (["--on", tmp_path], "it is not a prepared folder"),
+        (["--on", tmp_path / "binary"], "binary/file cannot be read"),
         (["--on", tmp_path / "nowhere"], "it does not exist"),
         (["--on", tmp_path / "empty.txt"], "it has no text to evaluate"),
         (["--on", data, "--step", 7], "has no checkpoint at step 7; it has 8, 9, 12"),
