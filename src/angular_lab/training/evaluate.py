@@ -46,7 +46,7 @@ def evaluate(
     model.train()
     loss_value = (ranks.sum(total) / ranks.tensor / count).item()
     metrics = {"val_loss": loss_value, "val_perplexity": exp(min(loss_value, 700.0))}
-    if tokens.bytes_per_token:
+    if tokens.bytes_per_token:  # of the whole split; `eval` counts those of the windows
         metrics["val_bits_per_byte"] = loss_value / log(2) / tokens.bytes_per_token
     return metrics
 

@@ -165,6 +165,7 @@ def test_evaluations_are_shown(
     read = read_run(run, [])
     assert read is not None
     (_, table) = single_section([read], "single", "Single runs").tables
+    assert "val_bits_per_byte" in (table.note or "")
     for shown in (printed, describe_run(read), table.markdown()):
         assert "shown.txt" in shown
         assert f"{result['bits_per_byte']:.4f}" in shown
