@@ -112,7 +112,7 @@ def add_evaluate(add: Callable[..., argparse.ArgumentParser]) -> None:
                      help="tokens to predict, at most; default: the run's eval_tokens")  # fmt: skip
     sub.add_argument("--device", default="", help="cpu or cuda; default: cuda if available")
     sub.add_argument("--json", action="store_true", help="print JSON instead of text")
-    summary = "send what runs have logged to a dashboard; sent again, it adds only what is new"
+    summary = "send a dashboard the logged steps that it lacks; W&B offline gets all steps"
     sub = add("log-to", log_to, summary)
     sub.add_argument("dashboard", choices=DASHBOARDS, help="where to send it")
     sub.add_argument("runs", nargs="+", metavar="run", help=f"{RUN}; or dashboard.KEY=VALUE")

@@ -381,6 +381,14 @@ def test_log_to_groups_a_run_of_a_sweep_under_its_name(
     assert "give at least one run folder" in capsys.readouterr().err
 
 
+def test_the_help_of_log_to_says_what_is_sent_again(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["log-to", "--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "W&B offline gets all steps" in printed
+    assert all(name in printed for name in loggers.LOGGERS)
+
+
 def test_runs_of_a_sweep_are_a_group(data: Path, tmp_path: Path, tracker: FakeTracker) -> None:
     arm = small(data).arms[1]
     for given, group in ((None, "small-nano"), ("mine", "mine")):
