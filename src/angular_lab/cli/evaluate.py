@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 RUN = "run folder, or an id that `angular-lab ls` shows"
 BATCH = 32  # sequences per forward pass, at most, if the run does not say
-DASHBOARDS = ("tensorboard", "wandb", "trackio")
 
 
 def evaluate(arguments: argparse.Namespace) -> None:
@@ -66,8 +65,9 @@ def log_to(arguments: argparse.Namespace) -> None:
     from angular_lab.inspect.listing import find_run
     from angular_lab.training.loggers import send_run
 
-    runs = [text for text in arguments.runs if "=" not in text or Path(text).exists()]
-    assignments = [text for text in arguments.runs if text not in runs] + arguments.overrides
+    words = [*arguments.runs, *arguments.overrides]
+    assignments = [word for word in words if word.startswith("dashboard.") and "=" in word]
+    runs = [word for word in words if word not in assignments]
     if not runs:
         raise UserError(f"log-to {arguments.dashboard}: give at least one run folder")
     for folder in [find_run(text) for text in runs]:
@@ -99,6 +99,14 @@ def _tokens(text: str) -> int:
     return number
 
 
+def _dashboard(text: str) -> str:
+    from angular_lab.training.loggers import LOGGERS  # imports torch, which is slow
+
+    if text not in LOGGERS:
+        raise argparse.ArgumentTypeError(f"{text}: it must be one of {', '.join(LOGGERS)}")
+    return text
+
+
 def add_evaluate(add: Callable[..., argparse.ArgumentParser]) -> None:
     summary = "evaluate a run on other text: loss, bits per byte, perplexity"
     sub = add("eval", evaluate, summary)
@@ -114,6 +122,6 @@ def add_evaluate(add: Callable[..., argparse.ArgumentParser]) -> None:
     sub.add_argument("--json", action="store_true", help="print JSON instead of text")
     summary = "send a dashboard the logged steps that it lacks; W&B offline gets all steps"
     sub = add("log-to", log_to, summary)
-    sub.add_argument("dashboard", choices=DASHBOARDS, help="where to send it")
+    sub.add_argument("dashboard", type=_dashboard, help="tensorboard, wandb or trackio")
     sub.add_argument("runs", nargs="+", metavar="run", help=f"{RUN}; or dashboard.KEY=VALUE")
     sub.set_defaults(overrides=[])

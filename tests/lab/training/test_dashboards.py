@@ -389,6 +389,32 @@ def test_the_help_of_log_to_says_what_is_sent_again(capsys: pytest.CaptureFixtur
     assert all(name in printed for name in loggers.LOGGERS)
 
 
+def test_log_to_takes_a_run_whose_name_looks_like_a_setting(
+    finished: Path, tmp_path: Path, tracker: FakeTracker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only dashboard.KEY=VALUE is a setting here, wherever it stands."""
+    run = tmp_path / "seed=1"
+    shutil.copytree(finished, run)
+    words = ["log-to", "wandb", "dashboard.group=mine", "--traceback", str(run)]
+    assert main(words) == 0
+    assert tracker.runs[-1]["group"] == "mine"
+    assert main(["log-to", "wandb", str(tmp_path / "seed=2")]) == 2
+    assert f"{tmp_path}/seed=2: neither a folder nor the id of a run" in capsys.readouterr().err
+
+
+def test_log_to_knows_the_dashboards_of_training(
+    finished: Path, tracker: FakeTracker, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    with pytest.raises(SystemExit):
+        main(["log-to", "nope", str(finished)])
+    expected = "argument dashboard: nope: it must be one of tensorboard, wandb, trackio"
+    assert expected in capsys.readouterr().err
+    monkeypatch.delitem(loggers.LOGGERS, "wandb")
+    with pytest.raises(SystemExit):
+        main(["log-to", "wandb", str(finished)])
+
+
 def test_runs_of_a_sweep_are_a_group(data: Path, tmp_path: Path, tracker: FakeTracker) -> None:
     arm = small(data).arms[1]
     for given, group in ((None, "small-nano"), ("mine", "mine")):
