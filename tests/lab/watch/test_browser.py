@@ -164,6 +164,41 @@ def test_hover_shows_all_values_as_logged(page: Page, url: str, store: Path) -> 
     assert page("document.querySelectorAll('[data-chart=lr] .cross').length") == 1  # together
 
 
+@pytest.fixture(scope="module")
+def unequal(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A long run, three that ended after a few steps, and one that diverged there."""
+    root = tmp_path_factory.mktemp("unequal")
+    runs = {"long": (1700, -1.0), "a": (4, -1.0), "b": (20, -1.0), "c": (30, -1.0), "d": (20, 3.0)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_folder, "git_state", dict)
+        for name, (steps, power) in runs.items():
+            every = 10 if name == "long" else 1
+            lines = [
+                {"step": s, "loss": 3 + 8 * (s + 1 if power > 0 else 1 + s / 50) ** power}
+                for s in range(every, steps + 1, every)
+            ]
+            write_lines(root / name, spec_of(steps=steps), lines)
+    return root
+
+
+def test_short_runs_are_visible(page: Page, unequal: Path) -> None:
+    """Next to a long run they end in the first tenth, above its losses, and take a few pixels."""
+    with serving(unequal) as url:
+        watch(page, url)
+        page.wait_for(f"document.querySelectorAll('{PLOT} .series').length === 5")
+        ends = page(f"""(() => {{
+          const {{box}} = charts.get('loss'), plot = document.querySelector('{PLOT}');
+          return Array.from(plot.querySelectorAll('.series'), series => {{
+            const marks = Array.from(series.querySelectorAll('.mark'), mark => mark.getCTM().f);
+            return [series.dataset.series, marks.some(y => y >= box.top && y <= box.bottom)];
+          }});
+        }})()""")
+        assert {name.split(", ")[-1]: seen for name, seen in ends} == {
+            "long": False, "a": True, "b": True, "c": True, "d": True,
+        }  # fmt: skip
+        assert page("charts.get('loss').sy.invert(charts.get('loss').box.top)") < 100
+
+
 def test_keys_move_the_crosshair(page: Page, url: str, store: Path) -> None:
     watch(page, url)
     page(f"document.querySelector('{PLOT}').focus()")
