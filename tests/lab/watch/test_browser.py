@@ -412,6 +412,17 @@ def test_the_intervals_of_a_report(page: Page, report: Path) -> None:
     assert text == f"−0.0800 [−{0.08 + half:.4f}, −{0.08 - half:.4f}]"
 
 
+def test_headings_of_rows_are_not_on_the_band(page: Page, report: Path) -> None:
+    opened(page, report)
+    heading, band = page("""['.heading', '.band'].map(name => {
+      const drawn = document.querySelector(`#fig-small-differences ${name}`);
+      const {top, bottom} = drawn.getBoundingClientRect();
+      return [top, bottom];
+    })""")
+    assert heading[1] < band[0] + 2  # pixels, of the room below the letters
+    assert band[1] - band[0] > 40  # two rows
+
+
 def test_a_report_on_a_phone_on_paper_and_without_a_script(page: Page, report: Path) -> None:
     page.resize(400, 800, mobile=True)
     opened(page, report)

@@ -371,8 +371,10 @@ const LabChart = (() => {
       const {band} = this.data.x;
       if (band !== null && band !== undefined) {
         const from = Math.max(box.left, this.sx(-band)), to = Math.min(box.right, this.sx(band));
-        shape(grid, 'rect', {class: 'band', x: from, y: box.top, width: to - from, height: box.bottom - box.top});
-        shape(grid, 'path', {class: 'zero', d: `M${this.sx(0)} ${box.top}V${box.bottom}`});
+        for (const [top, bottom] of this.stretches()) {
+          shape(grid, 'rect', {class: 'band', x: from, y: top, width: to - from, height: bottom - top});
+          shape(grid, 'path', {class: 'zero', d: `M${this.sx(0)} ${top}V${bottom}`});
+        }
       }
       yTicks.forEach((value, i) => {
         const y = this.sy(value).toFixed(1);
@@ -397,6 +399,13 @@ const LabChart = (() => {
       }
       shape(grid, 'path', {class: 'axis', d: `M${box.left} ${box.bottom}H${box.right}`});
       this.xText = shape(words, 'text', {x: box.right, y: height - 3, 'text-anchor': 'end', class: 'name'});
+    }
+
+    // From where to where there are rows other than headings, which the band must not cross.
+    stretches() {
+      const edges = [-1, ...(this.data.y.headings || []), this.rows.length];
+      return edges.slice(1).map((end, i) => [edges[i] + 0.5, end - 0.5])
+        .filter(([top, bottom]) => bottom > top).map(ends => ends.map(row => this.sy(row)));
     }
 
     // What rows have in addition to their names: headings across, and notes at the right end.
