@@ -71,21 +71,28 @@ def best_sentence(sweep: SweepResults) -> str:
     text = f"{quoted(best)} has the lowest loss {at}: {fmean(losses[best].values()):.4f} ({mean})"
     if not others:
         return f"{text}; no other method has a finished run yet."
-    return f"{text}, {_distance(verdict(losses[best], losses[others[0]]), quoted(others[0]))}."
+    return f"{text}, {_distance(sweep, losses, best, others[0])}."
 
 
-def _distance(result: Verdict, other: str) -> str:
-    """Return how far the first method is below the other on the seeds that both have."""
-    mean = result.paired.mean
+def _distance(
+    sweep: SweepResults, losses: Mapping[str, dict[int, float]], best: str, other: str
+) -> str:
+    """Return how far the best method is below the other on the seeds that both have.
+
+    The interval is that of the difference which the figures and tables show, with its sign.
+    """
+    mean = verdict(losses[best], losses[other]).paired.mean
     if mean is None:
-        return f"but it shares no seed with {other}, which comes next"
+        return f"but it shares no seed with {quoted(other)}, which comes next"
     where = "below" if mean <= 0 else "above"  # above: methods have different seeds
-    sign = -1 if mean <= 0 else 1
-    text = f"{abs(mean):.4f} {where} {other}"
+    text = f"{abs(mean):.4f} {where} {quoted(other)}"
+    a, b = (other, best) if (other, best) in sweep.pairs else (best, other)
+    result = verdict(losses[a], losses[b])
     if result.interval is None:
         return f"{text} (no interval: one seed)"
-    low, high = sorted(sign * end for end in result.interval)
-    return f"{text} (95% interval {low:.4f} to {high:.4f})"
+    low, high = result.interval
+    difference = f"{quoted(a)} minus {quoted(b)}: {result.paired.mean:+.4f}"
+    return f"{text} ({difference}, 95% interval {low:+.4f} to {high:+.4f})"
 
 
 # -- what is settled ---------------------------------------------------------------------------

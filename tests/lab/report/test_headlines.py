@@ -18,6 +18,7 @@ from tests.lab.report.made import (
     one_horizon,
     paper_teaser,
     spec_of,
+    table,
     visible,
     write_run,
     write_sweep,
@@ -39,12 +40,12 @@ def test_the_sentences_of_a_comparison_that_holds(tmp_path: Path) -> None:
     root = choosing(tmp_path / "small")
     ours = [final(root, f"angular-muown-lr0.02-seed{seed}-to200") for seed in (1, 2)]
     theirs = [final(root, f"adamw-lr0.002-seed{seed}-to200") for seed in (1, 2)]
-    apart = [b - a for a, b in zip(ours, theirs, strict=True)]
+    apart = [a - b for a, b in zip(ours, theirs, strict=True)]
     half = 12.7062 * stdev(apart) / 2**0.5
     assert of(root) == [
         f"angular_muown has the lowest loss at 200k tokens: {fmean(ours):.4f} (the mean of 2 "
-        f"seeds), {fmean(apart):.4f} below adamw (95% interval {fmean(apart) - half:.4f} to "
-        f"{fmean(apart) + half:.4f}).",
+        f"seeds), {-fmean(apart):.4f} below adamw (angular_muown minus adamw: {fmean(apart):+.4f}, "
+        f"95% interval {fmean(apart) - half:+.4f} to {fmean(apart) + half:+.4f}).",
         "The comparison with adamw at 200k tokens holds; at the earlier horizon 1 of 1 holds.",
         "Seeds 1 and 2 judge, seed 0 chose the values; the best lr of adamw (0.002) is at the edge "
         "of its grid, so a wider one may change the order; all 9 trials are finished.",
@@ -55,21 +56,25 @@ def test_the_sentences_of_an_open_comparison(tmp_path: Path) -> None:
     """-0.1 and -0.06 have one sign, but the interval of two seeds includes zero."""
     root = one_horizon(tmp_path / "small")
     apart = [
-        final(root, f"adamw-lr0.016-seed{seed}") - final(root, f"angular-muown-lr0.02-seed{seed}")
+        final(root, f"angular-muown-lr0.02-seed{seed}") - final(root, f"adamw-lr0.016-seed{seed}")
         for seed in (1, 2)
     ]
     half = 12.7062 * stdev(apart) / 2**0.5
     best, verdict, limits = of(root)
     low, high = fmean(apart) - half, fmean(apart) + half
-    assert f"{fmean(apart):.4f} below adamw (95% interval {low:.4f} to {high:.4f})." in best
-    assert low < 0
+    difference = f"angular_muown minus adamw: {fmean(apart):+.4f}"
+    interval = f"95% interval {low:+.4f} to {high:+.4f}"
+    assert f"{-fmean(apart):.4f} below adamw ({difference}, {interval})." in best
+    assert low < fmean(apart) < 0 < high
     assert verdict == (
         "The comparison with adamw at 400k tokens is open: leads on 2 of 2 seeds, 1 more seed to "
         "settle."
     )
     assert "the best aux_lr of adamw (0.016) is at the edge of its grid" in limits
     page = visible(make_report([root], tmp_path / "out"))
-    assert f"(95% interval −{-low:.4f} to {high:.4f})" in page, "a minus sign, not a hyphen"
+    assert f"95% interval −{-low:.4f} to +{high:.4f})" in page, "a minus sign, not a hyphen"
+    (row,) = table(tmp_path / "out", "small-pairs")
+    assert row["95% interval"] == f"{low:+.4f} to {high:+.4f}", "the same as in the sentence"
 
 
 def grids(*losses: tuple[str, list[float]]) -> dict[str, tuple[str, Grid]]:
@@ -92,7 +97,7 @@ def test_several_outcomes_are_counted_and_named(tmp_path: Path) -> None:
     best, verdicts, limits = of(write_sweep(tmp_path / "small", methods))
     assert best == (
         "muon has the lowest loss at 100k tokens: 2.9100 (the mean of 3 seeds), 0.1000 below "
-        "angular_muown (95% interval 0.1000 to 0.1000)."
+        "angular_muown (angular_muown minus muon: +0.1000, 95% interval +0.1000 to +0.1000)."
     )
     assert verdicts.startswith(
         "Of the 5 comparisons of angular_muown at 100k tokens, 1 holds (adamw), 1 is reversed "
