@@ -153,11 +153,42 @@ def _earlier(sweep: SweepResults) -> str:
     verdicts = [v for h in sweep.horizons[:-1] for v in outcomes(sweep, h).values()]
     if not verdicts:
         return ""
+    if len(verdicts) == 1:
+        return f"; at the earlier horizon it {NOUNS[verdicts[0].outcome][0]}"
     counts = {x: sum(v.outcome == x for v in verdicts) for x in ("holds", "reversed")}
     which = "the earlier horizon" if len(sweep.horizons) == 2 else "the earlier horizons"
     reversed_too = f", {counts['reversed']} reversed" if counts["reversed"] else ""
     verb = "holds" if counts["holds"] == 1 else "hold"
     return f"; at {which} {counts['holds']} of {len(verdicts)} {verb}{reversed_too}"
+
+
+def judged_sentence(sweeps: Sequence[SweepResults]) -> str:
+    """Return what is settled over all sweeps at the last horizon, where two seeds or more judge."""
+    found = [
+        (sweep, a, b, result)
+        for sweep in sweeps
+        for a, b in sweep.pairs
+        if len((result := _at_the_end(sweep, a, b)).paired.seeds) > 1
+    ]
+    if not found:
+        return ""
+    if len(found) > 1:
+        counts = count_outcomes([result.outcome for *_, result in found])
+        compared = f"{len(found)} comparisons on two seeds or more"
+        return f"At the last horizon {compared} were judged: {counts}"
+    ((sweep, a, b, result),) = found
+    where = f" in {sweep.experiment}" if len(sweeps) > 1 else ""
+    told = {
+        "holds": f"{quoted(a)} is below {quoted(b)}",
+        "reversed": f"{quoted(a)} is above {quoted(b)}",
+        "inconclusive": f"{quoted(a)} and {quoted(b)} cannot be told apart yet",
+    }
+    return f"{told[result.outcome]}{where} ({len(result.paired.seeds)} seeds)"
+
+
+def _at_the_end(sweep: SweepResults, a: str, b: str) -> Verdict:
+    last = sweep.horizons[-1]
+    return verdict(sweep.judged(a, last), sweep.judged(b, last))
 
 
 def count_outcomes(verdicts: Sequence[Outcome]) -> str:

@@ -46,7 +46,7 @@ def test_the_sentences_of_a_comparison_that_holds(tmp_path: Path) -> None:
         f"angular_muown has the lowest loss at 200k tokens: {fmean(ours):.4f} (the mean of 2 "
         f"seeds), {-fmean(apart):.4f} below adamw (angular_muown minus adamw: {fmean(apart):+.4f}, "
         f"95% interval {fmean(apart) - half:+.4f} to {fmean(apart) + half:+.4f}).",
-        "The comparison with adamw at 200k tokens holds; at the earlier horizon 1 of 1 holds.",
+        "The comparison with adamw at 200k tokens holds; at the earlier horizon it holds.",
         "Seeds 1 and 2 judge, seed 0 chose the values; the best lr of adamw (0.002) is at the edge "
         "of its grid, so a wider one may change the order; all 9 trials are finished.",
     ]
@@ -106,6 +106,34 @@ def test_several_outcomes_are_counted_and_named(tmp_path: Path) -> None:
     assert "; “normuon, decay 0.1”: " in verdicts  # a name with a space is quoted
     assert verdicts.endswith(") and 1 has no judging seed yet.")
     assert limits == "Seeds 0, 1 and 2 judge; all 15 trials are finished."
+
+
+@pytest.mark.parametrize(
+    ("losses", "told"),
+    [
+        ([2.999, 3.012], "muon and normuon cannot be told apart yet in small (2 seeds)."),
+        ([2.9, 2.91], "muon is below normuon in small (2 seeds)."),
+        ([3.1, 3.11], "muon is above normuon in small (2 seeds)."),
+    ],
+)
+def test_a_single_comparison_is_told_not_counted(
+    tmp_path: Path, losses: list[float], told: str
+) -> None:
+    methods = grids(("normuon", [3.0, 3.01]), ("muon", losses))
+    write_sweep(
+        tmp_path / "runs" / "small", methods, experiment="small", pairs=(("muon", "normuon"),)
+    )
+    write_sweep(tmp_path / "runs" / "other", grids(("muon", [3.0])), experiment="other")
+    words = visible(make_report([tmp_path / "runs"], tmp_path / "out"))
+    assert told in words
+    assert "1 comparison" not in words
+
+
+def test_several_comparisons_are_counted(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        choosing(tmp_path / "runs" / name)
+    words = visible(make_report([tmp_path / "runs"], tmp_path / "out"))
+    assert "At the last horizon 2 comparisons on two seeds or more were judged: 2 hold." in words
 
 
 def test_one_seed_settles_nothing(tmp_path: Path) -> None:
