@@ -199,6 +199,18 @@ def test_short_runs_are_visible(page: Page, unequal: Path) -> None:
         assert page("charts.get('loss').sy.invert(charts.get('loss').box.top)") < 100
 
 
+def test_runs_with_equal_titles_show_what_differs(page: Page, tmp_path: Path) -> None:
+    """A store's digest, the folder's name, or its path where two folders have the same name."""
+    folders = ("muon-lr0.02-seed0-0123abcd", "again", "one/twin", "two/twin")
+    for name in folders:
+        write_lines(tmp_path / name, spec_of("muon"), [{"step": 10, "loss": 3.0}])
+    write_lines(tmp_path / "other", spec_of("adamw"), [{"step": 10, "loss": 3.0}])
+    with serving(tmp_path) as url:
+        watch(page, url)
+        shown = page("Array.from(document.querySelectorAll('#runs .which'), x => x.innerText)")
+    assert sorted(shown) == ["", "0123abcd", "again", "one/twin", "two/twin"]
+
+
 def test_keys_move_the_crosshair(page: Page, url: str, store: Path) -> None:
     watch(page, url)
     page(f"document.querySelector('{PLOT}').focus()")
