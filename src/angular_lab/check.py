@@ -22,12 +22,11 @@ from angular_lab.config.spec import Spec
 from angular_lab.data.passes import corpus_tokens, describe_passes, passes
 from angular_lab.data.shards import Manifest, read_header
 from angular_lab.errors import UserError
-from angular_lab.log import short_bytes
 from angular_lab.models import LanguageModel
 from angular_lab.run_folder import RunFolder, shared_device
 from angular_lab.status.clock import evaluations_left, saves_left
 from angular_lab.status.device_use import device_use
-from angular_lab.status.screen import duration, short_number
+from angular_lab.text import counted, measured_time, short_bytes, short_number
 from angular_lab.training import build
 from angular_lab.training.evaluate import evaluate
 from angular_lab.training.loggers import check_loggers
@@ -112,7 +111,7 @@ def refuse(spec: Spec, folder: Path, device: str = "") -> None:
     """Raise UserError if a new run cannot work, and log what is probably not meant."""
     findings = quick_check(spec, folder, device)
     for finding in sorted(findings, key=lambda finding: finding.status != ERROR):
-        text = f"{finding.text}: {finding.advice}" if finding.advice else finding.text
+        text = f"{finding.text}; {finding.advice}" if finding.advice else finding.text
         if finding.status == ERROR:
             raise UserError(text)
         if finding.status == WARNING:
@@ -389,11 +388,11 @@ def _expected_time(spec: Spec, measured: Measured) -> Finding:
     steps = spec.steps - spec.parent_step
     count = evaluations_left(spec, spec.parent_step)
     training, evaluating = steps * measured.step, count * measured.evaluation
-    total = duration(training + evaluating + measured.compiling)
+    total = measured_time(training + evaluating + measured.compiling)
     rate = short_number(spec.tokens_per_step / measured.step)
     parts = [f"{steps:,} steps of {measured.step:.3g} s"]
     parts += [f"{count:,} evaluations of {measured.evaluation:.3g} s"] if count else []
-    parts += [f"compiling {duration(measured.compiling)}"] if measured.compiling else []
+    parts += [f"compiling {measured_time(measured.compiling)}"] if measured.compiling else []
     text = f"about {total} without checkpoints: {', '.join(parts)}; {rate} tokens/s"
     return Finding("time", OK, text)
 
@@ -420,5 +419,5 @@ def to_text(folder: Path, findings: list[Finding]) -> str:
         if finding.advice:
             lines.append(f"{'':21}{'to do: ' * shout}{finding.advice}")
     counts = {name: sum(f.status == name for f in findings) for name in (ERROR, WARNING)}
-    words = [f"{n} {name}{'s' * (n != 1)}" for name, n in counts.items() if n]
+    words = [counted(n, name) for name, n in counts.items() if n]
     return "\n".join([*lines, "", ", ".join(words) or "nothing speaks against it"])

@@ -10,14 +10,6 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def short_bytes(size: float) -> str:
-    """Return 512 kB, 2.5 MB or 1.2 GB."""
-    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if size >= unit:
-            return f"{size / unit:.3g} {name}"
-    return f"{size:.0f} bytes"
-
-
 def configure_logging() -> None:
     """Show the lab's messages on standard error. Errors appear on every rank."""
     handler = logging.StreamHandler(sys.stderr)

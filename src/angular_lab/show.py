@@ -8,11 +8,11 @@ import torch
 from angular_lab.config.spec import Spec
 from angular_lab.data.passes import describe_passes
 from angular_lab.models import LanguageModel
+from angular_lab.text import estimated_time
 from angular_lab.training import build
 from angular_lab.training.progress import peak_flops
 from angular_lab.training.start import data_place
 
-DAY = 86_400  # seconds
 USUAL_MFU = 0.4  # of a GPU that does not wait for the host; on a CPU the speed is measured
 
 
@@ -35,7 +35,7 @@ def describe(spec: Spec) -> str:
         f"operations   {flops:.3g} FLOP ({model.flops_per_token():.4g} per token)",
         f"memory       {_bytes(model, optimizer, spec) / 2**30:.2f} GiB for weights, "
         "gradients and state; activations on top",
-        f"time         {duration(flops / rate)} at {rate / 1e12:.3g} TFLOP/s ({source})",
+        f"time         {estimated_time(flops / rate)} at {rate / 1e12:.3g} TFLOP/s ({source})",
     ]
     return "\n".join(lines)
 
@@ -84,14 +84,3 @@ def rate_here() -> tuple[float, str]:
     B.sum().item()
     measured = 5 * 2 * 1024**3 / (time.perf_counter() - start)
     return 0.5 * measured, "half of a matrix product's speed, measured now"
-
-
-def duration(seconds: float) -> str:
-    """Return a time in the largest unit that it fills."""
-    if seconds > 1000 * DAY:
-        years = seconds / (365.25 * DAY)
-        return f"{years:.1f} years" if years < 10 else f"{years:,.0f} years"
-    for unit, size in (("days", DAY), ("hours", 3600), ("minutes", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.0f} seconds"

@@ -3,7 +3,6 @@
 import argparse
 import logging
 import re
-import shlex
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from angular_lab.errors import UserError
 from angular_lab.experiments.statistics import BestRate
+from angular_lab.text import command
 
 if TYPE_CHECKING:  # it imports torch
     from angular_lab.sweeps.sweep import Sweep
@@ -57,6 +57,7 @@ def open_sweep(name: str, arguments: argparse.Namespace) -> "Sweep":
     from angular_lab.sweeps.dry_run import check_specs
     from angular_lab.sweeps.sweep import Sweep
 
+    _refuse_name_of_sweep(name, arguments)
     plan = planned(name, arguments.scale, arguments.data)
     data = arguments.data or plan.arms[0].spec.data
     if plan.scale == "paper" and data == "stdlib":
@@ -71,6 +72,26 @@ def open_sweep(name: str, arguments: argparse.Namespace) -> "Sweep":
     check_passes(sweep, arguments.passes)
     check_specs(sweep)
     return sweep
+
+
+def _refuse_name_of_sweep(name: str, arguments: argparse.Namespace) -> None:
+    """Raise UserError if a name is not that of an experiment, but of a sweep in the store."""
+    from angular_lab.experiments.comparison import EXPERIMENTS
+    from angular_lab.sweeps.sweep_file import SWEEPS, SweepRecord
+
+    path = arguments.out / SWEEPS / f"{name}.json"
+    if name in EXPERIMENTS or not path.is_file():
+        return
+    record = SweepRecord.read(path)
+    if record.experiment in EXPERIMENTS:
+        named = () if name == f"{record.experiment}-{record.scale}" else ("--name", name)
+        words = (record.experiment, "--scale", record.scale, *named)
+        raise UserError(f"'{name}' is a sweep: give its experiment, as in "
+                        f"{command(arguments.command, *words)}")  # fmt: skip
+    raise UserError(
+        f"'{name}' is a grid, and {arguments.command} takes an experiment of the lab: run the grid "
+        f"again as angular-lab grid {record.scale} ... --processes N, with the words it had"
+    )
 
 
 def check_passes(sweep: "Sweep", most: float) -> None:
@@ -139,8 +160,8 @@ def run_and_print(sweeps: "list[Sweep]", arguments: argparse.Namespace) -> None:
         _print_outcome(finished)
         if arguments.until or arguments.command == "grid":
             _print_pairs(finished)
-    files = shlex.join(str(finished.path) for finished in sweeps)
-    print(f"for a page about it: angular-lab report {files}")
+    files = (finished.path for finished in sweeps)
+    print(f"for a page about it: {command('report', *files)}")
 
 
 def settle(sweeps: "list[Sweep]", arguments: argparse.Namespace) -> None:

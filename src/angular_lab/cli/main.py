@@ -11,6 +11,7 @@ saved).
 import argparse
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -39,6 +40,7 @@ from angular_lab.training.signals import (
 
 BAD_INPUT, NOT_FINITE = 2, 3
 REQUIRED = ("filelock", "jinja2", "matplotlib", "numpy", "tqdm")  # by every command: the demo extra
+NEGATIVE_TIME = re.compile(r"-[\d.]+[smh]")
 log = logging.getLogger(__name__)
 
 
@@ -53,8 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return BAD_INPUT
     parser = _parser()
-    arguments, rest = parser.parse_known_args(argv)
-    arguments.began, arguments.words = began, list(sys.argv[1:] if argv is None else argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    arguments, rest = parser.parse_known_args(_with_negative_times(words))
+    arguments.began, arguments.words = began, words
     # key=value may also follow an option
     overrides = [word for word in rest if "=" in word and not word.startswith("-")]
     if "overrides" not in arguments or len(overrides) < len(rest):
@@ -64,6 +67,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         arguments.overrides = [*arguments.overrides, *overrides]
     return _run(arguments)
+
+
+def _with_negative_times(words: Sequence[str]) -> list[str]:
+    """Join --budget and -3h to --budget=-3h: argparse reads a word that begins with - as an option,
+    and would say that the time is missing."""
+    result: list[str] = []
+    for word in words:
+        if result and result[-1].startswith("--") and NEGATIVE_TIME.fullmatch(word):
+            result[-1] += f"={word}"
+        else:
+            result.append(word)
+    return result
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from angular_lab.config.named_runs import named_run
 from angular_lab.config.overrides import override
 from angular_lab.pace.record import PACE
+from angular_lab.text import counted
 
 if TYPE_CHECKING:
     from angular_lab.pace.record import Pace
@@ -64,7 +65,7 @@ def _text(measured: "Pace", with_factors: bool) -> str:
 
     spec = measured.spec
     first = measured.timed[0].seconds
-    steps = f"{len(first[0])} step{'s' * (len(first[0]) != 1)}"
+    steps = counted(len(first[0]), "step")
     head = (
         f"{spec.name} on {measured.device}: {spec.batch} sequences of {spec.model.sequence} tokens "
         f"a step, {len(first)} rounds of {steps} in turn"

@@ -123,7 +123,8 @@ def check(arguments: argparse.Namespace) -> int:
     spec = _spec(arguments)
     out = arguments.out or default_folder(spec)
     findings = examine(spec, out, arguments.device)
-    print(to_json(out, findings) if arguments.json else to_text(out, findings))
+    if is_first_rank():
+        print(to_json(out, findings) if arguments.json else to_text(out, findings))
     return 0 if passed(findings) else 2
 
 
@@ -250,8 +251,6 @@ def demo(arguments: argparse.Namespace) -> None:
 
 
 def _note_fresh_start(out: Path) -> None:
-    from angular_lab.run_folder import RunFolder
-
     if not RunFolder(out).started:
         log.info("%s: nothing to resume, it starts from the beginning", out)
 

@@ -3,7 +3,6 @@
 import argparse
 import logging
 import re
-import shlex
 from collections.abc import Callable
 from math import ceil
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ from angular_lab.cli.experiments import (
     settle,
 )
 from angular_lab.errors import UserError
+from angular_lab.text import command, counted, estimated_time
 
 if TYPE_CHECKING:  # they import torch
     from angular_lab.sweeps.slurm import Resources
@@ -75,6 +75,7 @@ def _resources(sweep: "Sweep", arguments: argparse.Namespace) -> "Resources":
             "than a trial: a job saves its run before the limit, and is requeued"
         )
     minutes = LOCAL_MINUTES if arguments.time is None else ceil(arguments.time / 60)
+    parallel = 1 if local and arguments.max_parallel is None else arguments.max_parallel
     models = [arm.spec.model for arm in sweep.experiment.arms]
     return slurm.Resources(
         minutes=minutes,
@@ -84,7 +85,7 @@ def _resources(sweep: "Sweep", arguments: argparse.Namespace) -> "Resources":
         partition=arguments.partition,
         account=arguments.account,
         qos=arguments.qos,
-        max_parallel=arguments.max_parallel or (1 if local else None),
+        max_parallel=parallel,
         max_requeues=arguments.max_requeues,
         more=tuple(slurm.parameter(word) for word in arguments.set),
     )
@@ -123,7 +124,10 @@ def _print_plan(sweep: "Sweep", resources: "Resources", executor: str) -> None:
     trials, (done, total) = free_trials(sweep), sweep.counts()
     for trial in trials:
         print(f"{trial.arm.label:30} {trial.value:<10g} seed {trial.seed}")
-    print(f"{len(trials)} jobs ({executor}), each with {resources}")
+    if executor == "local":  # processes share the trials, and nothing limits their memory
+        print(f"{counted(len(trials), 'trial')} on this machine: {resources.limits}")
+    else:
+        print(f"{counted(len(trials), 'job')} ({executor}), each with {resources}")
     if training := len(sweep.pending()) - len(trials):
         print(f"{training} further trials are being made by other processes now")
     if later := total - done - len(trials) - training:
@@ -134,7 +138,7 @@ def _print_plan(sweep: "Sweep", resources: "Resources", executor: str) -> None:
 
 def _longest_trial(sweep: "Sweep", resources: "Resources") -> str:
     from angular_lab.experiments.cost import flops_per_token, steps_per_trial
-    from angular_lab.show import USUAL_MFU, duration
+    from angular_lab.show import USUAL_MFU
     from angular_lab.training.progress import PEAKS
 
     plan = sweep.experiment
@@ -146,18 +150,19 @@ def _longest_trial(sweep: "Sweep", resources: "Resources") -> str:
     )
     time = operations / (USUAL_MFU * PEAKS[REFERENCE])
     allowed = 60 * resources.minutes * (1 + resources.max_requeues)
+    expected = f"{'about ' * (time >= 1)}{estimated_time(time)}"
     line = (
-        f"longest trial: {tokens:.3g} tokens, {operations:.3g} FLOP, about {duration(time)} on an "
-        f"{REFERENCE} at {USUAL_MFU:.0%} of its peak"
+        f"longest trial: {tokens:.3g} tokens, {operations:.3g} FLOP, {expected} on an {REFERENCE} "
+        f"at {USUAL_MFU:.0%} of its peak"
     )
     if time > allowed:
-        line += f"; --time and --max-requeues allow {duration(allowed)}, which is not enough"
+        line += f"; --time and --max-requeues allow {estimated_time(allowed)}, which is not enough"
     return line
 
 
 def _print_next(sweep: "Sweep", arguments: argparse.Namespace) -> None:
     """Print what to do next; on a cluster, once the jobs have ended."""
-    again = shlex.join(["angular-lab", *arguments.words])
+    again = command(*arguments.words)
     here = arguments.executor == "local"
     done, total = sweep.counts()
     if here and done < total:
@@ -168,7 +173,7 @@ def _print_next(sweep: "Sweep", arguments: argparse.Namespace) -> None:
         print(f"when these jobs have ended, for {what}: {again}")
     if not here:
         print(f"how far it is: {again} --status; what is queued: squeue --me")
-    print(f"for a page about it: angular-lab report {shlex.quote(str(sweep.path))}")
+    print(f"for a page about it: {command('report', sweep.path)}")
 
 
 def add_submit(add: Callable[..., argparse.ArgumentParser]) -> None:

@@ -119,6 +119,6 @@ NAMED_RUNS: dict[str, Callable[[], Spec]] = {
 def named_run(name: str) -> Spec:
     if name not in NAMED_RUNS:
         near = get_close_matches(name, NAMED_RUNS, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise UserError(f"unknown run '{name}': {hint}The named runs are {', '.join(NAMED_RUNS)}")
+        hint = f": did you mean {near[0]}?" if near else "."
+        raise UserError(f"unknown run '{name}'{hint} The named runs are {', '.join(NAMED_RUNS)}")
     return NAMED_RUNS[name]()

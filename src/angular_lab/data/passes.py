@@ -5,6 +5,8 @@ from pathlib import Path
 from angular_lab.config.spec import Spec
 from angular_lab.data.shards import Manifest, read_header
 
+LEAST = 0.01  # of a pass, that is shown
+
 
 def corpus_tokens(data: Path) -> int:
     """Return the training tokens of a prepared folder, or of shards without a manifest."""
@@ -20,7 +22,8 @@ def passes(spec: Spec, data: Path) -> float:
 
 
 def describe_passes(spec: Spec, data: Path) -> str:
-    """Return 0.42 passes over 43.7M training tokens."""
+    """Return 0.42 passes over 43.7M training tokens; <0.01 where two decimals would say none."""
     available, count = corpus_tokens(data), passes(spec, data)
     size = f"{available / 1e6:,.1f}M" if available >= 100_000 else f"{available:,}"
-    return f"{count:.2f} passes over {size} training tokens"
+    shown = f"{count:.2f}" if count >= LEAST / 2 else f"<{LEAST}"
+    return f"{shown} passes over {size} training tokens"

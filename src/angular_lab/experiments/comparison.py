@@ -162,10 +162,11 @@ EXPERIMENTS: dict[str, Callable[[str], Experiment]] = {
 def experiment(name: str, scale: str) -> Experiment:
     if name not in EXPERIMENTS:
         near = get_close_matches(name, EXPERIMENTS, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise UserError(f"unknown experiment '{name}': {hint}There are {', '.join(EXPERIMENTS)}")
+        hint = f": did you mean {near[0]}?" if near else "."
+        raise UserError(f"unknown experiment '{name}'{hint} There are {', '.join(EXPERIMENTS)}")
     if scale not in SCALES:
-        raise UserError(f"--scale {scale}: it must be {', '.join(SCALES)}")
+        *before, last = SCALES
+        raise UserError(f"--scale {scale}: it must be {', '.join(before)} or {last}")
     return EXPERIMENTS[name](scale)
 
 

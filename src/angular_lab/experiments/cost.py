@@ -8,7 +8,8 @@ from angular_lab.config.spec import ModelSpec
 from angular_lab.experiments.comparison import EXPERIMENTS, experiment
 from angular_lab.experiments.definition import SCALES, Arm, Experiment
 from angular_lab.models import build_model
-from angular_lab.show import USUAL_MFU, duration, rate_here
+from angular_lab.show import USUAL_MFU, rate_here
+from angular_lab.text import estimated_time
 from angular_lab.training.progress import PEAKS
 
 DEVICES = ("H100", "A100", "B200")  # that estimates are given for
@@ -75,7 +76,7 @@ def listing(scale: str | None = None) -> tuple[list[dict[str, str]], str]:
                     "tokens": f"{tokens:.2e}",
                     "FLOP": f"{operations:.2e}",
                     **{f"{device}-hours": hours_form(hours[device]) for device in DEVICES},
-                    "here": duration(operations / rate),
+                    "here": estimated_time(operations / rate),
                 }
             )
     note = f"GPU-hours: {AT_MFU} (peaks of the datasheets, dense bf16)\n"

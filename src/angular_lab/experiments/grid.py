@@ -169,8 +169,8 @@ def _ours(labels: Sequence[str], wanted: str | None) -> str:
     if wanted in labels:
         return wanted
     near = get_close_matches(wanted, labels, n=1)
-    hint = f"did you mean '{near[0]}'? " if near else ""
-    raise UserError(f"--ours '{wanted}': {hint}The methods are {'; '.join(labels)}")
+    hint = f"did you mean '{near[0]}'?" if near else "no method has this name."
+    raise UserError(f"--ours '{wanted}': {hint} The methods are {'; '.join(labels)}")
 
 
 # -- mistakes ------------------------------------------------------------------------------------
@@ -207,9 +207,9 @@ def _check_where(setting: Setting, settings: Sequence[Setting], tune: str) -> No
         if not having:
             values = [as_typed(value) for s in others for value in s.values]
             near = get_close_matches(text, values, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
+            hint = f"; did you mean {near[0]}?" if near else "."
             listed = f"They have {', '.join(values)}" if values else "No word sets one"
-            raise UserError(f"{setting.word}: no method has the value {text}; {hint}{listed}")
+            raise UserError(f"{setting.word}: no method has the value {text}{hint} {listed}")
 
 
 def _check_plan(plan: Experiment) -> None:

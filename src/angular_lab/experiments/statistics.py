@@ -14,6 +14,7 @@ from statistics import fmean, stdev
 from typing import Literal
 
 from angular_lab.experiments.published import SPEEDRUN_MARGIN, SPEEDRUN_TARGET
+from angular_lab.text import counted
 
 Curve = Sequence[tuple[float, float]]  # (tokens, cooled-down loss), by tokens
 # missed: the measured size of an effect is below the claimed one
@@ -64,10 +65,10 @@ class Verdict:
         if self.settled:
             return None
         if self.interval is None:
-            return f"at least {_count(2 - len(self.paired.seeds), 'more seed')}"
+            return f"at least {counted(2 - len(self.paired.seeds), 'more seed')}"
         if self.further_seeds is None:
             return f"not within {FURTHER}"
-        return _count(self.further_seeds, "more seed")
+        return counted(self.further_seeds, "more seed")
 
 
 @dataclass(frozen=True)
@@ -291,7 +292,7 @@ def _judge(
     """Return the outcome, its label and the reason."""
     seeds, mean = len(paired.seeds), paired.mean
     if interval is None or mean is None:
-        reason = f"{_count(seeds, 'common seed')}: it takes at least two"
+        reason = f"{counted(seeds, 'common seed')}: it takes at least two"
         return "inconclusive", f"inconclusive: {'one' if seeds else 'no'} seed", reason
     lower, higher = (sum(sign * d > 0 for d in paired.differences) for sign in (-1, 1))
     has_one_sign = seeds in (lower, higher)
@@ -312,10 +313,6 @@ def _judge(
         return "inconclusive", f"inconclusive: {small}", f"{shown}; the mean is {small}"
     label = f"inconclusive: lower on {lower} of {seeds} seeds"
     return "inconclusive", label, f"{shown}, not of one sign"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def _check_curve(curve: Curve) -> None:

@@ -23,11 +23,11 @@ from angular_lab.report.tables import (
     difference,
     form,
     loss,
-    short_number,
     text_table,
     token_count,
 )
 from angular_lab.run_folder import Run, read_run
+from angular_lab.text import counted, short_number
 
 fill = TextWrapper(width=98).fill
 LINES = 8  # of the table of losses; JSON has all
@@ -72,7 +72,7 @@ def compare(folders: Sequence[Path], warnings: list[str]) -> Comparison:
     distinct = {path.resolve(): path for path in folders}
     if not 2 <= len(distinct) <= len(ascii_uppercase):
         raise UserError(
-            f"{len(distinct)} different run{'s' * (len(distinct) != 1)} to compare: give 2 to "
+            f"{counted(len(distinct), 'different run')} to compare: give 2 to "
             f"{len(ascii_uppercase)}"
         )
     runs: dict[str, Run] = {}

@@ -13,9 +13,8 @@ from pathlib import Path
 
 from angular_lab.errors import UserError
 from angular_lab.inspect.listing import is_locked, state_of, summarize
-from angular_lab.log import short_bytes
-from angular_lab.report.tables import short_number
 from angular_lab.run_folder import PREFIX, STOPPED, Metrics, Run, RunFolder, parent_folder, read_run
+from angular_lab.text import command, counted, short_bytes, short_number
 
 TORN = "is half-written"  # only a last line can be
 
@@ -81,7 +80,7 @@ def _state(run: Run) -> Iterator[Finding]:
 def _continue(run: Run) -> str:
     saved = _saved_steps(run)
     where = f"after step {saved[-1]:,}" if saved else "from the beginning"
-    return f"angular-lab resume {run.folder}: it continues {where}"
+    return f"{command('resume', run.folder)}: it continues {where}"
 
 
 # -- logs --------------------------------------------------------------------------------------
@@ -179,9 +178,10 @@ def _rewind_advice(run: Run) -> str:
     good = _intact_until(run)
     earlier = [step for step in _saved_steps(run) if step <= good]
     if earlier:
+        resume = command("resume", run.folder, "--from", max(earlier))
         return (
-            "remove the damaged lines and what follows them, then "
-            f"angular-lab resume {run.folder} --from {max(earlier)}: it takes the later steps again"
+            f"remove the damaged lines and what follows them, then {resume}: it takes the later "
+            "steps again"
         )
     return "train the run again in another folder; no checkpoint is as old as the intact lines"
 
@@ -241,7 +241,7 @@ def _checkpoint_advice(folder: Path, step: int, good: list[int]) -> str:
     if later:
         return f"remove {path}; step {later[-1]:,} is newer and intact"
     if good:
-        resume = f"angular-lab resume {folder.parent}"
+        resume = command("resume", folder.parent)
         return f"remove {path}, then {resume}: it continues after step {good[-1]:,}"
     return "train the run again in another folder; no checkpoint is intact"
 
@@ -353,5 +353,5 @@ def to_text(folder: Path, findings: list[Finding]) -> str:
         if finding.advice and finding.advice != following:
             lines.append(f"{'':19}to do: {finding.advice}")
     count = sum(finding.status == "wrong" for finding in findings)
-    verdict = f"{count} problem{'s' * (count != 1)}" if count else "nothing is wrong"
+    verdict = counted(count, "problem") if count else "nothing is wrong"
     return "\n".join([*lines, "", verdict])

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from angular_lab.errors import UserError
-from angular_lab.report.tables import Mark, loss, short_number, text_table
+from angular_lab.report.tables import Mark, loss, text_table
 from angular_lab.run_folder import DIVERGED, SPEC, STOPPED, Run, RunFolder, is_locked, read_run
+from angular_lab.text import short_number
 
 SKIPPED = ("checkpoints", "workers")  # folders that hold no runs
 DIGEST = 8  # characters at the end of a folder's name in a store

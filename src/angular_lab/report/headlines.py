@@ -10,6 +10,7 @@ from angular_lab.experiments.statistics import Outcome, Verdict, verdict
 from angular_lab.report.figures.differences import pair_name
 from angular_lab.report.read import SweepResults
 from angular_lab.report.tables import tokens_form
+from angular_lab.text import counted
 
 NAMED = 4  # names that a sentence lists before it counts
 NOUNS: dict[Outcome, tuple[str, str]] = {
@@ -17,10 +18,6 @@ NOUNS: dict[Outcome, tuple[str, str]] = {
     "reversed": ("is reversed", "are reversed"),
     "inconclusive": ("is open", "are open"),
 }
-
-
-def counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def listed(names: Sequence[str], most: int = NAMED) -> str:

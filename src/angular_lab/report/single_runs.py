@@ -8,10 +8,11 @@ from angular_lab.evaluations import read_evaluations
 from angular_lab.report.figures.heat_map import heat_map
 from angular_lab.report.figures.plots import Figure, Panel, Trace
 from angular_lab.report.figures.sweep_figures import angle_bottom, branch, colors, loss_top
-from angular_lab.report.headlines import counted, listed
+from angular_lab.report.headlines import listed
 from angular_lab.report.page import Section
 from angular_lab.report.tables import Mark, Row, Table, form, loss, tokens_form
 from angular_lab.run_folder import Run, parent_folder
+from angular_lab.text import counted
 
 HEAT_MAPS = 4  # of a section with many runs, the first ones have a heat map
 KEYS = (

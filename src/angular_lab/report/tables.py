@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from angular_lab.text import short_number
+
 Row = dict[str, Any]
 HYPHEN = re.compile(r"(?<![\w.)\]-])-(?=\.?\d)")  # before a number, and not within a name
 
@@ -104,14 +106,6 @@ def token_count(tokens: float | None) -> Mark:
 
 def tokens_form(tokens: float | None) -> str:
     return "?" if tokens is None else short_number(tokens)
-
-
-def short_number(value: float) -> str:
-    """Return 61.4k for 61,400 and 2.5M for 2,500,000; small numbers as they are."""
-    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:.3g}{letter}"
-    return f"{value:.3g}"
 
 
 def seeds_form(seeds: Sequence[int]) -> str:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from textwrap import wrap
 from typing import Literal, TextIO
 
+from angular_lab.text import clock, short_number
+
 # all: header, steps and summary; steps: without header and summary; end: one line at the end.
 Shown = Literal["all", "steps", "end"]
 CLEAR = "\r\033[K"
@@ -206,23 +208,3 @@ class Screen:
 
     def _write(self, text: str) -> None:
         print(text, end="", file=self.stream, flush=True)
-
-
-def clock(seconds: float) -> str:
-    """Return 0:07, 12:34 or 1:02:03."""
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
-
-
-def duration(seconds: float) -> str:
-    """Return 7.2 s, 12:34 or 1:02:03."""
-    return f"{seconds:.1f} s" if seconds < 60 else clock(seconds)
-
-
-def short_number(value: float) -> str:
-    """Return 512, 9.1k, 614k, 2.5M or 1.2B."""
-    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if value >= 0.9995 * unit:
-            return f"{value / unit:.3g}{name}"
-    return f"{value:.0f}"

@@ -13,10 +13,10 @@ from angular_lab.data.shards import SPLITS
 from angular_lab.errors import UserError
 from angular_lab.experiments.cost import AT_MFU, DEVICES, device_hours, hours_form, model_size
 from angular_lab.experiments.definition import Arm
-from angular_lab.log import short_bytes
-from angular_lab.show import duration, rate_here
+from angular_lab.show import rate_here
 from angular_lab.sweeps.sweep import Sweep
 from angular_lab.sweeps.trials import PlannedRun, Trial
+from angular_lab.text import estimated_time, short_bytes
 from angular_lab.training import build
 from angular_lab.training.loggers import check_loggers
 from angular_lab.training.start import data_place, is_prepared
@@ -209,7 +209,7 @@ def _times(operations: float, tflops: float | None) -> list[str]:
     listed = ", ".join(f"{name} {hours_form(by_device[name])}" for name in DEVICES)
     return [
         f"GPU-hours  {listed}, {AT_MFU}",
-        f"here       {duration(operations / rate)} at {rate / 1e12:.3g} TFLOP/s ({source})",
+        f"here       {estimated_time(operations / rate)} at {rate / 1e12:.3g} TFLOP/s ({source})",
     ]
 
 

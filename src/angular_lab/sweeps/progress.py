@@ -12,12 +12,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from angular_lab.run_folder import RunFolder, is_locked
 from angular_lab.sweeps.trials import PlannedRun, Trial
+from angular_lab.text import clock, short_number
 
 if TYPE_CHECKING:  # it imports this module
     from angular_lab.sweeps.sweep import Sweep
@@ -40,7 +40,7 @@ class Training:
     def __str__(self) -> str:
         loss = f"loss {self.loss:.4f}" if self.loss is not None else ""
         waiting = "starting" if self.loss is None else ""  # some steps are not timed
-        speed = f"{short_count(self.speed)} tokens/s" if self.speed else waiting
+        speed = f"{short_number(self.speed)} tokens/s" if self.speed else waiting
         return f"{self.label:36} step {f'{self.step:,}/{self.steps:,}':15} {loss:12} {speed}"
 
 
@@ -228,7 +228,7 @@ class SweepProgress:
         counts["failed"] = snapshot.failed
         others = [f"{count} {what}" for what, count in counts.items() if count]
         done = f"{len(snapshot.ended)} of {snapshot.total} runs done"
-        speed = f"{short_count(snapshot.speed)} tokens/s" if snapshot.speed else ""
+        speed = f"{short_number(snapshot.speed)} tokens/s" if snapshot.speed else ""
         parts = (", ".join([done, *others]), speed, f"{clock(elapsed)} elapsed", left)
         return f"{names}: {'; '.join(filter(None, parts))}"
 
@@ -254,23 +254,3 @@ class SweepProgress:
             print(line, file=self.stream)
         self.stream.flush()
         self.drawn = len(block)
-
-
-def short_count(number: float) -> str:
-    """Return 950, 12.3k or 1.25M."""
-    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= unit:
-            return f"{number / unit:.3g}{name}"
-    return f"{number:.0f}"
-
-
-def clock(seconds: float) -> str:
-    """Return 0:42, 5:10, 3:05:10 or 2d 03:05."""
-    if not isfinite(seconds):
-        return "?"
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days}d {hours:02d}:{minutes:02d}"
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

@@ -27,6 +27,7 @@ from angular_lab.run_folder import is_locked
 from angular_lab.sweeps.progress import SweepProgress
 from angular_lab.sweeps.sweep import AGAIN, WAIT, Sweep
 from angular_lab.sweeps.trials import PlannedRun, Trial
+from angular_lab.text import counted
 from angular_lab.training.signals import Preempted, Sigterm, WorkerDied
 
 EXECUTORS = ("local", "slurm")
@@ -100,14 +101,18 @@ class Resources:
     def __str__(self) -> str:
         names = ("partition", "account", "qos")
         chosen = [f"{name} {x}" for name in names if (x := getattr(self, name))]
+        chosen += [f"{self.gpus} GPU", f"{self.cpus} CPUs", f"{self.memory} GB", self.limits]
+        return ", ".join([*chosen, *(f"{key}={value}" for key, value in self.more)])
+
+    @property
+    def limits(self) -> str:
+        """What holds with every executor, as text."""
         hours, minutes = divmod(self.minutes, 60)
         limit = (
             f"{minutes}m" if not hours else f"{hours}h{minutes:02d}m" if minutes else f"{hours}h"
         )
-        chosen += [f"{self.gpus} GPU", f"{self.cpus} CPUs", f"{self.memory} GB", f"limit {limit}"]
-        chosen += [f"at most {self.max_parallel} at a time"] if self.max_parallel else []
-        chosen += [f"up to {self.max_requeues} requeues"]
-        return ", ".join([*chosen, *(f"{key}={value}" for key, value in self.more)])
+        parallel = f", at most {self.max_parallel} at a time" if self.max_parallel else ""
+        return f"limit {limit}{parallel}, up to {counted(self.max_requeues, 'requeue')}"
 
 
 def default_memory(models: Sequence[ModelSpec]) -> int:

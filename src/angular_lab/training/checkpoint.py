@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.utils._pytree import tree_leaves
 
 from angular_lab.errors import UserError
-from angular_lab.log import short_bytes
 from angular_lab.run_folder import PREFIX, write_atomically
+from angular_lab.text import short_bytes
 from angular_lab.training.averages import Averages
 from angular_lab.training.ranks import Ranks
 

@@ -27,6 +27,7 @@ from angular_lab.config.overrides import as_typed, keys, override
 from angular_lab.config.spec import Spec
 from angular_lab.errors import UserError
 from angular_lab.run_folder import SPEC, RunFolder, read_run
+from angular_lab.text import command
 from angular_lab.training.nonfinite import NotFinite
 from angular_lab.training.signals import PREEMPTED, Preempted
 
@@ -335,7 +336,7 @@ def send_run(name: str, folder: Path, assignments: Sequence[str] = ()) -> Sent:
     if not run.try_claim():
         raise UserError(
             f"{folder} is being trained: send it when it has ended, or stop it and add the "
-            f"dashboard with angular-lab resume {folder} loggers={name}"
+            f"dashboard with {command('resume', folder, f'loggers={name}')}"
         )
     try:
         read, end = read_run(folder, []), metrics[-1].step

@@ -18,7 +18,8 @@ from angular_lab.models import LanguageModel
 from angular_lab.run_folder import RunFolder, shared_device
 from angular_lab.status.clock import COMPILING, PHASES, Clock
 from angular_lab.status.device_use import device_use
-from angular_lab.status.screen import Row, Screen, Shown, Smoothed, Status, duration, short_number
+from angular_lab.status.screen import Row, Screen, Shown, Smoothed, Status
+from angular_lab.text import command, counted, measured_time, short_number
 from angular_lab.training import build, checkpoint
 from angular_lab.training.loggers import Logger, close_loggers, make_loggers
 from angular_lab.training.ranks import Ranks
@@ -210,14 +211,14 @@ def header(progress: Progress, step: int) -> list[Row]:
     cuda = ranks.device.type == "cuda"
     threads = torch.get_num_threads()
     device = (
-        torch.cuda.get_device_name(ranks.device) if cuda else f"cpu, {plural(threads, 'thread')}"
+        torch.cuda.get_device_name(ranks.device) if cuda else f"cpu, {counted(threads, 'thread')}"
     )
     many = f", {ranks.world} ranks ({spec.parallel})" if ranks.world > 1 else ""
     tokens = short_number(spec.steps * spec.tokens_per_step)
     every = f"evaluates every {spec.eval_every:,}" if spec.eval_every else "never evaluates"
     rows = [
         ("run", f"{spec.name} in {run.path}"),
-        ("model", f"{m.kind}, {plural(m.layers, 'layer')}, width {m.width}, "
+        ("model", f"{m.kind}, {counted(m.layers, 'layer')}, width {m.width}, "
                   f"{short_number(progress.parameters)} parameters"),
         ("optimizer", f"{o.name}, lr {o.lr:g}{aux}; {schedule(spec)}"),
         ("data", f"{progress.data}, {describe_passes(spec, progress.data)}"),
@@ -233,7 +234,7 @@ def header(progress: Progress, step: int) -> list[Row]:
 def schedule(spec: Spec) -> str:
     """Describe the learning rate's schedule and the end of kappa."""
     s = spec.schedule
-    parts = [f"{s.kind}, {plural(s.warmup, 'step')} of warmup"]
+    parts = [f"{s.kind}, {counted(s.warmup, 'step')} of warmup"]
     if s.kind == "wsd":
         parts.append(f"{spec.decay_steps:,} of cooldown")
     if build.has_kappa(spec):
@@ -246,9 +247,11 @@ def summary(progress: Progress) -> list[Row]:
     spec, times = progress.spec, progress.clock
     tokens = short_number(spec.steps * spec.tokens_per_step)
     split = {"training": times.training, **times.phases}
-    spent = ", ".join(f"{name} {duration(value)}" for name, value in split.items() if value >= 0.05)
+    spent = ", ".join(
+        f"{name} {measured_time(value)}" for name, value in split.items() if value >= 0.05
+    )
     value, best = progress.status.validation, progress.best
-    rows = [("done", f"{spec.steps:,} steps, {tokens} tokens in {duration(times.elapsed)}"
+    rows = [("done", f"{spec.steps:,} steps, {tokens} tokens in {measured_time(times.elapsed)}"
                      f"{f': {spent}' if spent else ''}")]  # fmt: skip
     if value is not None:
         rows.append(
@@ -268,7 +271,7 @@ def one_line(progress: Progress) -> str:
     status, times = progress.status, progress.clock
     value = f"val {status.validation:.4f}, " if status.validation is not None else ""
     speed = f"{short_number(times.speed)} tokens/s, " if times.speed else ""
-    return f"{progress.run.path.name}: done, {value}{speed}{duration(times.elapsed)}"
+    return f"{progress.run.path.name}: done, {value}{speed}{measured_time(times.elapsed)}"
 
 
 def next_commands(progress: Progress) -> list[str]:
@@ -277,17 +280,17 @@ def next_commands(progress: Progress) -> list[str]:
     saved = checkpoint.steps(progress.run.checkpoints)
     commands = []
     if (progress.data / TOKENIZER).exists():
-        commands.append(f'angular-lab sample {folder} "the beginning"')
+        commands.append(command("sample", folder, "the beginning"))
     commands += [
-        f"angular-lab watch {folder}",
-        f"angular-lab report {folder}",
-        f"angular-lab export {folder} --out FOLDER",
+        command("watch", folder),
+        command("report", folder),
+        command("export", folder, "--out", "FOLDER"),
     ]
     points = [step for step in saved if step <= spec.full_rate_until]
     if points and spec.parent is None:
-        commands.append(f"angular-lab branch {folder} --at {points[-1]}")
+        commands.append(command("branch", folder, "--at", points[-1]))
     if spec.schedule.kind == "constant" and spec.parent is None:
-        commands.append(f"angular-lab extend {folder} --to {2 * spec.steps}")
+        commands.append(command("extend", folder, "--to", 2 * spec.steps))
     return commands
 
 
@@ -297,7 +300,3 @@ def peak_memory(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-
-
-def plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'s' * (count != 1)}"

@@ -20,6 +20,7 @@ from angular_lab.errors import UserError
 from angular_lab.models import build_model
 from angular_lab.run_folder import RUNS, RunFolder, base_versions, parent_folder
 from angular_lab.status.screen import Shown
+from angular_lab.text import command
 from angular_lab.training import build, checkpoint
 from angular_lab.training.loggers import check_loggers
 from angular_lab.training.nonfinite import NotFinite
@@ -254,8 +255,8 @@ def _check_resumable(spec: Spec, run: RunFolder, resume: bool, changing: Set[str
     texts = [f"{k}={as_typed(get(before, k))} (now {as_typed(get(spec, k))})" for k in changed]
     advice = "give the same, or a new --out"
     if CHANGEABLE.issuperset(changed):
-        assignments = " ".join(f"{key}={as_typed(get(spec, key))}" for key in changed)
-        advice += f"; to change it from here on: angular-lab resume {run.path} {assignments}"
+        assignments = (f"{key}={as_typed(get(spec, key))}" for key in changed)
+        advice += f"; to change it from here on: {command('resume', run.path, *assignments)}"
     raise UserError(f"{run.path} was started with {', '.join(texts)}: {advice}")
 
 

@@ -17,6 +17,7 @@ from angular_lab.models.tensor_parallel import clip_gradients
 from angular_lab.run_folder import RunFolder
 from angular_lab.status.clock import EVALUATING, SAMPLING, SAVING
 from angular_lab.status.screen import Shown
+from angular_lab.text import command
 from angular_lab.training import build, checkpoint
 from angular_lab.training.averages import Averages
 from angular_lab.training.evaluate import Samples, autocast_of, evaluate
@@ -231,7 +232,7 @@ class Trainer:
 
     @property
     def again(self) -> str:
-        return f"continue with angular-lab resume {self.run.path}, or run trunk and sweep again"
+        return f"continue with {command('resume', self.run.path)}, or run trunk and sweep again"
 
     def save(self) -> None:
         with self.progress.phase(SAVING):

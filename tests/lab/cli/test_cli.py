@@ -131,6 +131,7 @@ def test_every_named_run_is_listed_and_can_be_shown(name, capsys) -> None:
     ("arguments", "message"),
     [
         (["train", "nanoo"], "unknown run 'nanoo': did you mean nano?"),
+        (["train", "xyz"], "unknown run 'xyz'. The named runs are "),
         (["train", "nano", "step=3"], "unknown key 'step'; did you mean steps?"),
         (["train", "nano", "data=nowhere"], "data=nowhere: no such folder"),
         (["train", "nano", "schedule.warmup=301"], "schedule.warmup=301: the run has 300 steps"),

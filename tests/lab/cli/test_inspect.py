@@ -351,12 +351,13 @@ def test_a_sound_run(runs, capsys) -> None:
 
 
 def test_a_killed_run_can_continue(runs, capsys) -> None:
-    folder = stopped_copy(own(runs), runs / "killed", 8)
+    folder = stopped_copy(own(runs), runs / "a killed run", 8)
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"step": 13, "to')
     found = findings(capsys, folder, 1)
     assert wrong(found) == ["state"]
-    assert f"angular-lab resume {folder}: it continues after step 8" in found["state"][0]["advice"]
+    resume = f"angular-lab resume '{folder}': it continues after step 8"
+    assert resume in found["state"][0]["advice"]
     assert found["LOCK"][0]["status"] == "note"
     assert "half-written" in found["logs"][0]["text"]
     assert train(RunFolder(folder).read_spec(), folder, resume=True, device="cpu").done

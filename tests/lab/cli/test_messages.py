@@ -25,7 +25,7 @@ def test_horizons_say_what_to_write(capsys, text) -> None:
     assert expected in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["abc", "0", "10x", "", "1h30m", "nan"])
+@pytest.mark.parametrize("text", ["abc", "0", "10x", "", "1h30m", "nan", "-3h", "-5"])
 def test_a_budget_says_what_to_write(capsys, text) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["sweep", "teaser", "--budget", text])

@@ -17,6 +17,9 @@ def test_passes_over_shards_without_a_manifest(tmp_path) -> None:
     assert corpus_tokens(tmp_path) == 1500
     assert passes(SPEC, tmp_path) == 4.0
     assert describe_passes(SPEC, tmp_path) == "4.00 passes over 1,500 training tokens"
+    for sequence, shown in ((8, "0.01"), (7, "<0.01")):
+        few = replace(SPEC, steps=1, batch=1, model=replace(SPEC.model, sequence=sequence))
+        assert describe_passes(few, tmp_path).startswith(f"{shown} passes over ")
 
 
 def test_passes_over_prepared_tokens_count_the_training_split(tmp_path) -> None:

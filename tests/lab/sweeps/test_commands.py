@@ -35,7 +35,7 @@ def test_it_reports_progress_and_data(
     words = ["sweep", "small", "--out", str(tmp_path), "--device", "cpu"]
     assert main([*words, "--budget", "0.001s"]) == 75
     assert capsys.readouterr().err.splitlines() == [
-        f"small, scale nano: 0 of 6 trials done; data: {data}; longest run: 0.00 passes over "
+        f"small, scale nano: 0 of 6 trials done; data: {data}; longest run: <0.01 passes over "
         "11.9M training tokens",
         "stopped: the budget is spent; small-nano: 0 of 6 trials done, 6 left; run the same "
         "command to continue",

@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -72,6 +73,20 @@ def store(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.parametrize("command", ["sweep", "submit"])
+def test_commands_for_experiments_name_that_of_a_grid(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert main([command, "mine", "--out", str(store)]) == 2
+    expected = f"'mine' is a grid, and {command} takes an experiment of the lab: run the grid again"
+    error = capsys.readouterr().err
+    assert f"{expected} as angular-lab grid nano ... --processes N" in error
+    replace(record(store), experiment="teaser").write(tmp_path / "sweeps" / "mine.json")
+    assert main([command, "mine", "--out", str(tmp_path)]) == 2
+    again = f"angular-lab {command} teaser --scale nano --name mine"
+    assert f"'mine' is a sweep: give its experiment, as in {again}" in capsys.readouterr().err
+
+
 def test_the_runs_are_those_of_the_words(store: Path) -> None:
     result = record(store)
     best = result.chosen["adamw"]
@@ -90,6 +105,15 @@ def test_the_runs_are_those_of_the_words(store: Path) -> None:
             assert (spec.optim.name, spec.optim.lr) == (trial.arm, trial.value)
             assert (spec.seed, spec.steps, spec.batch) == (trial.seed, horizon, 2)
     assert len(finished(store)) == RUNS
+
+
+def test_a_dry_run_of_a_single_small_run(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["grid", *single(data), "--out", str(tmp_path), "--dry-run", "--tflops", "1"]) == 0
+    text = capsys.readouterr().out
+    assert re.match(r"about [\d.]+ kB for the checkpoints", noted(text, "disk"))
+    assert "makes <0.01 passes over" in noted(text, "corpus")
 
 
 def test_again_it_prints_the_outcome_and_trains_nothing(

@@ -14,10 +14,8 @@ from angular_lab.run_folder import DIVERGED, RunFolder
 from angular_lab.sweeps.progress import (
     SweepProgress,
     announcement,
-    clock,
     ended_run,
     last_line,
-    short_count,
     take_snapshot,
 )
 from angular_lab.sweeps.sweep import Sweep
@@ -180,9 +178,3 @@ def test_one_process_announces_its_runs(store: Sweep) -> None:
     run, _ = stop(store, 1)
     planned = next(run for run in store.next_runs())
     assert announcement([store], planned) == f"run 6 of 9: {RUN} ({run.path.name})"
-
-
-def test_numbers() -> None:
-    assert [short_count(x) for x in (950.4, 12_345, 1.25e6, 3e9)] == ["950", "12.3k", "1.25M", "3B"]
-    times = (42.9, 310, 11_110, 183_900, float("inf"))
-    assert [clock(x) for x in times] == ["0:42", "5:10", "3:05:10", "2d 03:05", "?"]

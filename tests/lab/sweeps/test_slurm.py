@@ -352,7 +352,7 @@ def test_until_done_runs_all_rounds_here(
     assert "next, for" not in printed
     assert Sweep(plan, tmp_path).counts() == (3, 3)
     assert main(words) == 0
-    assert "0 jobs" in capsys.readouterr().out
+    assert "0 trials on this machine" in capsys.readouterr().out
 
 
 def test_a_job_that_saved_and_stopped_is_not_dead(tmp_path: Path) -> None:
@@ -390,6 +390,9 @@ def test_a_dry_run_prints_what_would_be_submitted(
     assert "longest trial: " in printed.out
     assert "passes over" in printed.err
     assert not (tmp_path / "store").exists()
+    assert main([*words, "--executor", "local", "--memory", "64G", "--partition", "gpu"]) == 0
+    expected = "\n2 trials on this machine: limit 1h30m, at most 1 at a time, up to 10 requeues\n"
+    assert expected in capsys.readouterr().out
 
 
 def test_the_status_of_a_sweep_and_what_is_left_to_submit(
@@ -406,7 +409,7 @@ def test_the_status_of_a_sweep_and_what_is_left_to_submit(
     assert training.startswith("  adamw 0.001 seed 0")
     assert main([*words[:-1], "--dry-run", "--time", "1h"]) == 0
     printed = capsys.readouterr().out
-    assert "1 jobs (slurm)" in printed
+    assert "1 job (slurm)" in printed
     assert "1 further trials are being made by other processes now" in printed
 
 
@@ -435,6 +438,7 @@ def test_the_estimate_is_compared_with_the_time_that_is_allowed(
         (["--time", "2m"], "--time 2m: it must be at least 5m"),
         (["--time", "1h", "--cpus", "0"], "--cpus 0: it must be at least 1"),
         (["--time", "1h", "--max-parallel", "-1"], "--max-parallel -1: it must be at least 1"),
+        (["--time", "1h", "--max-parallel", "0"], "--max-parallel 0: it must be at least 1"),
         (["--time", "1h"], "--executor slurm: Could not detect"),
         (["--time", "1h", "--dry-run", "--set", "partition"], "write PARAMETER:VALUE"),
         (["--time", "1h", "--until", "settled"], "--until settled without --max-seeds N"),

@@ -189,7 +189,11 @@ def test_the_listing_has_every_experiment_at_every_scale() -> None:
 
 @pytest.mark.parametrize(
     ("name", "scale", "message"),
-    [("tease", "s", "did you mean teaser"), ("teaser", "xl", "--scale xl: it must be paper, s")],
+    [
+        ("tease", "s", r"unknown experiment 'tease': did you mean teaser\? There are teaser, "),
+        ("nope", "s", r"unknown experiment 'nope'\. There are teaser, "),
+        ("teaser", "xl", "--scale xl: it must be paper, s or nano"),
+    ],
 )
 def test_unknown_experiments_and_scales(name: str, scale: str, message: str) -> None:
     with pytest.raises(UserError, match=message):

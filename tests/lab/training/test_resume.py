@@ -106,8 +106,8 @@ def test_a_change_to_a_finished_run_is_refused(whole, capsys) -> None:
 
 
 def test_train_says_how_to_change_a_setting(data, tmp_path, whole) -> None:
-    out = stopped_copy(whole, tmp_path / "run", 8)
-    with pytest.raises(ValueError, match=r"angular-lab resume \S+ save_every=none"):
+    out = stopped_copy(whole, tmp_path / "a run", 8)
+    with pytest.raises(ValueError, match=r"angular-lab resume '\S+/a run' save_every=none"):
         train(tiny(data, keep=9, save_every=None), out, resume=True)
     with pytest.raises(ValueError, match=r"seed=0 \(now 1\): give the same, or a new --out$"):
         train(tiny(data, keep=9, seed=1), out, resume=True)

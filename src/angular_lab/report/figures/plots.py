@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from angular_lab.report.figures.line_labels import line_ends, place_labels
-from angular_lab.report.tables import short_number, with_minus
+from angular_lab.report.tables import with_minus
+from angular_lab.text import short_number
 
 # Okabe and Ito, 2008, without the yellow, which is pale on white. Black becomes the text colour.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
