@@ -5,7 +5,8 @@
 Trains a small transformer on the source code of Python's standard library and stores the momentum
 of every hidden matrix with each quantizer, rounded stochastically. Reported are medians over rows
 of the error relative to the row, the same for the smaller half of a row's entries, and the angle
-between the polar factors of the exact and of the stored matrix.
+between the polar factors of the exact and of the stored matrix. An exact momentum is rounded once:
+in training errors add up, by a factor of 1 / sqrt(1 - beta^2), 3.2 for a momentum of 0.95.
 """
 
 import argparse

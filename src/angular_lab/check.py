@@ -19,10 +19,10 @@ from tempfile import TemporaryDirectory
 import torch
 
 from angular_lab.config.spec import Spec
-from angular_lab.data.passes import describe_passes, passes
+from angular_lab.data.passes import corpus_tokens, describe_passes, passes
 from angular_lab.data.shards import Manifest, read_header
 from angular_lab.errors import UserError
-from angular_lab.models import LanguageModel, build_model
+from angular_lab.models import LanguageModel
 from angular_lab.run_folder import RunFolder, shared_device
 from angular_lab.status.clock import evaluations_left, saves_left
 from angular_lab.status.device_use import device_use
@@ -38,8 +38,6 @@ from angular_lab.training.start import prepared_data
 from angular_lab.training.trainer import Trainer
 
 OK, NOTE, WARNING, ERROR = "ok", "note", "warning", "error"
-PER_TENSOR = 4096  # bytes of a checkpoint's index and headers
-STATES = 4  # tensors that are saved for a parameter, at most: itself and its state
 # Nats: the standard deviation of the losses of single tokens, as after 60 steps of nano. Neighbours
 # are correlated, so what follows from it is a lower bound.
 TOKEN_DEVIATION = 2.0
@@ -77,25 +75,12 @@ class Plan:
         return sum(p.numel() for p in self.model.parameters())
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of the optimizer's moments: one for a matrix, two for what AdamW trains."""
-        return sum(
-            p.numel() * (4 if group.get("algorithm") == "matrix" else 8)
-            for group in self.optimizer.param_groups
-            for p in group["params"]
-        )
-
-    @property
     def average_bytes(self) -> int:
         return 4 * self.parameters * len(self.spec.average)
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of one checkpoint, computed; a few percent above what is written."""
-        saved = self.model.state_dict()  # with both names of a tied weight
-        weights = sum(x.numel() * x.element_size() for x in saved.values())
-        index = PER_TENSOR * STATES * len(saved)
-        return int(1.05 * (weights + self.state_bytes + self.average_bytes)) + index
+        return build.checkpoint_bytes(self.spec, self.model, self.optimizer)
 
 
 def check(spec: Spec, folder: Path, device: str = "") -> list[Finding]:
@@ -112,6 +97,9 @@ def quick_check(spec: Spec, folder: Path, device: str = "") -> list[Finding]:
         plan = _plan(spec, folder, device)
     except UserError as error:
         return [Finding("settings", ERROR, str(error))]
+    if not corpus_tokens(plan.data):
+        text = f"data={spec.data}: no training tokens"
+        return [Finding("data", ERROR, text, "make them with angular-lab prepare")]
     counts = f"{short_number(plan.parameters)} parameters, {type(plan.optimizer).__name__}"
     findings = [Finding("settings", OK, f"{counts}, on {plan.device.type}")]
     for part in PARTS:
@@ -132,10 +120,8 @@ def refuse(spec: Spec, folder: Path, device: str = "") -> None:
 
 def _plan(spec: Spec, folder: Path, device: str) -> Plan:
     spec.check()
-    with torch.device("meta"):
-        model = build_model(spec.model)
-        optimizer = build.make_optimizer(model, spec)
-    return Plan(spec, folder, prepared_data(spec), choose_device(device), model, optimizer)
+    parts = build.without_memory(spec)
+    return Plan(spec, folder, prepared_data(spec), choose_device(device), *parts)
 
 
 # -- what needs no step ------------------------------------------------------------------------
@@ -264,7 +250,8 @@ def _state(plan: Plan) -> Iterator[Finding]:
     """Refuse what cannot fit, whatever the activations take."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and plan.spec.parallel == "fsdp":
         return  # each rank has a share
-    needed = 8 * plan.parameters + plan.state_bytes + plan.average_bytes
+    weights = build.weight_bytes(plan.model)
+    needed = 2 * weights + build.state_bytes(plan.optimizer) + plan.average_bytes
     available = device_memory(plan.device)
     text = f"{short_bytes(needed)} for weights, gradients and the optimizer's state"
     if available is not None and needed > available:

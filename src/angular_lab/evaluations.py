@@ -32,9 +32,10 @@ class Evaluation:
         return exp(min(self.loss, 700.0))
 
     @property
-    def key(self) -> tuple[str, int, float | None]:
-        """What an evaluation is of; a later one replaces an earlier one."""
-        return self.data, self.step, self.average
+    def key(self) -> tuple[str, int, float | None, int]:
+        """What an evaluation is of; a later one replaces an earlier one. A text of which more
+        tokens are evaluated has another loss."""
+        return self.data, self.step, self.average, self.tokens
 
     def to_dict(self) -> dict[str, Any]:
         derived = {"bits_per_byte": self.bits_per_byte, "perplexity": self.perplexity}
@@ -72,7 +73,7 @@ def read_evaluations(folder: Path, warnings: list[str]) -> list[Evaluation]:
 
 
 def record(folder: Path, new: Sequence[Evaluation]) -> None:
-    """Add evaluations to a run; they replace earlier ones of the same text and weights."""
+    """Add evaluations to a run; they replace earlier ones of the same tokens and weights."""
     run, before = RunFolder(folder), read_evaluations(folder, [])
     keys = {evaluation.key for evaluation in new}
     if not keys & {evaluation.key for evaluation in before}:

@@ -7,9 +7,9 @@ import torch
 
 from angular_lab.config.spec import Spec
 from angular_lab.data.passes import describe_passes
-from angular_lab.models import LanguageModel, build_model
+from angular_lab.models import LanguageModel
 from angular_lab.text import estimated_time
-from angular_lab.training.build import make_optimizer
+from angular_lab.training import build
 from angular_lab.training.progress import peak_flops
 from angular_lab.training.start import data_place
 
@@ -19,8 +19,7 @@ USUAL_MFU = 0.4  # of a GPU that does not wait for the host; on a CPU the speed 
 def describe(spec: Spec) -> str:
     """Return a run's settings, parameter groups and expected cost as text."""
     spec.check()
-    with torch.device("meta"):
-        model = build_model(spec.model)
+    model, optimizer = build.without_memory(spec)
     parameters = sum(p.numel() for p in model.parameters())
     tokens = spec.steps * spec.tokens_per_step
     flops = model.flops_per_token() * tokens
@@ -28,13 +27,13 @@ def describe(spec: Spec) -> str:
     lines = [
         json.dumps(spec.to_dict(), indent=2),
         "",
-        _plan(model, spec),
+        _plan(optimizer),
         "",
         f"parameters   {parameters:,}",
         f"tokens       {tokens:,} ({spec.steps:,} steps of {spec.tokens_per_step:,})",
         f"text         {_text(spec)}",
         f"operations   {flops:.3g} FLOP ({model.flops_per_token():.4g} per token)",
-        f"memory       {_state_bytes(parameters, len(spec.averages)) / 2**30:.2f} GiB for weights, "
+        f"memory       {_bytes(model, optimizer, spec) / 2**30:.2f} GiB for weights, "
         "gradients and state; activations on top",
         f"time         {estimated_time(flops / rate)} at {rate / 1e12:.3g} TFLOP/s ({source})",
     ]
@@ -49,8 +48,7 @@ def _text(spec: Spec) -> str:
     return f"{spec.data} is not prepared yet, so the passes over it are not known"
 
 
-def _plan(model: LanguageModel, spec: Spec) -> str:
-    optimizer = make_optimizer(model, spec)
+def _plan(optimizer: torch.optim.Optimizer) -> str:
     rows = []
     for group in optimizer.param_groups:
         algorithm = group.get("algorithm", "adamw")
@@ -65,9 +63,10 @@ def _plan(model: LanguageModel, spec: Spec) -> str:
     return f"{type(optimizer).__name__}\n" + "\n".join(f"  {row}" for row in rows)
 
 
-def _state_bytes(parameters: int, averages: int) -> int:
-    """Return the bytes of weights, gradients, two moments and averages in float32."""
-    return parameters * (4 + 4 + 8 + 4 * averages)
+def _bytes(model: LanguageModel, optimizer: torch.optim.Optimizer, spec: Spec) -> int:
+    """Return the bytes of weights, gradients, the optimizer's state and averages."""
+    averages = 4 * len(spec.averages) * sum(p.numel() for p in model.parameters())
+    return 2 * build.weight_bytes(model) + build.state_bytes(optimizer) + averages
 
 
 def rate_here() -> tuple[float, str]:

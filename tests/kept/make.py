@@ -1,11 +1,11 @@
 """Archive runs that later code must be able to continue.
 
-    python -m tests.kept.make [--bits]
+    python -m tests.kept.make [--bits] [NAME ...]
 
-Writes one small file per optimizer: the state dict and weights after five steps, and the weights
-after ten. tests/library/test_kept_states.py loads each file and continues. With --bits, write
-nothing and print a digest for each run of fifty steps, to compare two source trees bit for bit on
-one machine.
+Writes one small file per optimizer, or those that are named: the state dict and weights after five
+steps, and the weights after ten. tests/library/test_kept_states.py loads each file and continues.
+With --bits, write nothing and print a digest for each run of fifty steps, to compare two source
+trees bit for bit on one machine.
 """
 
 import argparse
@@ -88,9 +88,17 @@ def advance(optimizer: Any, params: dict[str, nn.Parameter], steps: range) -> No
         optimizer.step()
 
 
-def archive(member: str) -> dict[str, Any]:
+# Files: the optimizer's name and options.
+KEPT: dict[str, tuple[str, dict[str, Any]]] = {
+    **{member: (member, {"average": 0.2}) for member in MEMBERS},
+    "AngularMuown-int8": ("AngularMuown", {"state_dtype": "int8"}),
+}
+
+
+def archive(name: str) -> dict[str, Any]:
+    member, values = KEPT[name]
     params = start(torch.float64)
-    optimizer = optimizer_of(member, params, {"average": 0.2})
+    optimizer = optimizer_of(member, params, values)
     advance(optimizer, params, range(5))
     middle = {name: p.detach().clone() for name, p in params.items()}
     state = copy.deepcopy(optimizer.state_dict())
@@ -120,13 +128,15 @@ def digests() -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bits", action="store_true")
+    parser.add_argument("names", nargs="*", default=list(KEPT), help="files to write")
     torch.set_num_threads(1)
-    if parser.parse_args().bits:
+    arguments = parser.parse_args()
+    if arguments.bits:
         for name, digest in digests().items():
             print(digest, name)
         return
-    for member in MEMBERS:
-        torch.save(archive(member), FOLDER / f"{member}.pt")
+    for name in arguments.names:
+        torch.save(archive(name), FOLDER / f"{name}.pt")
 
 
 if __name__ == "__main__":

@@ -8,13 +8,13 @@ import torch
 from tests.kept import make
 
 
-@pytest.mark.parametrize("member", make.MEMBERS)
-def test_an_older_state_dict_continues(member: str) -> None:
-    archive = torch.load(Path(make.FOLDER) / f"{member}.pt", weights_only=True)
+@pytest.mark.parametrize("file", make.KEPT)
+def test_an_older_state_dict_continues(file: str) -> None:
+    archive = torch.load(Path(make.FOLDER) / f"{file}.pt", weights_only=True)
     params = make.start(torch.float64)
     for name, p in params.items():
         p.data.copy_(archive["middle"][name])
-    optimizer = make.optimizer_of(member, params, {"average": 0.2})
+    optimizer = make.optimizer_of(make.KEPT[file][0], params, make.KEPT[file][1])
     optimizer.load_state_dict(archive["state"])
     make.advance(optimizer, params, range(5, 10))
     for name, p in params.items():

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 RUN = "run folder, or an id that `angular-lab ls` shows"
 BATCH = 32  # sequences per forward pass, at most, if the run does not say
-DASHBOARDS = ("tensorboard", "wandb", "trackio")
 
 
 def evaluate(arguments: argparse.Namespace) -> None:
@@ -35,14 +34,12 @@ def evaluate(arguments: argparse.Namespace) -> None:
 
 
 def _evaluations(folder: Path, arguments: argparse.Namespace) -> list["Evaluation"]:
-    import torch
-
     from angular_lab.data.evaluated_text import read_text
     from angular_lab.evaluations import Evaluation
     from angular_lab.run_folder import RunFolder
     from angular_lab.sample import load_run
     from angular_lab.training import checkpoint
-    from angular_lab.training.evaluate import text_loss
+    from angular_lab.training.evaluate import autocast_of, text_loss
     from angular_lab.training.ranks import choose_device
     from angular_lab.training.start import prepared_data
 
@@ -54,7 +51,7 @@ def _evaluations(folder: Path, arguments: argparse.Namespace) -> list["Evaluatio
     device = choose_device(arguments.device)
     model = load_run(folder, str(device), window, arguments.step)
     step = arguments.step or max(checkpoint.steps(run.checkpoints))
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=spec.precision == "bf16")
+    autocast = autocast_of(spec, device)
     batch, results = spec.micro_batch or min(spec.batch, BATCH), []
     for text in texts:
         loss = text_loss(model, text.ids, spec.model.sequence, batch, autocast)
@@ -68,8 +65,9 @@ def log_to(arguments: argparse.Namespace) -> None:
     from angular_lab.inspect.listing import find_run
     from angular_lab.training.loggers import send_run
 
-    runs = [text for text in arguments.runs if "=" not in text or Path(text).exists()]
-    assignments = [text for text in arguments.runs if text not in runs] + arguments.overrides
+    words = [*arguments.runs, *arguments.overrides]
+    assignments = [word for word in words if word.startswith("dashboard.") and "=" in word]
+    runs = [word for word in words if word not in assignments]
     if not runs:
         raise UserError(f"log-to {arguments.dashboard}: give at least one run folder")
     for folder in [find_run(text) for text in runs]:
@@ -101,6 +99,14 @@ def _tokens(text: str) -> int:
     return number
 
 
+def _dashboard(text: str) -> str:
+    from angular_lab.training.loggers import LOGGERS  # imports torch, which is slow
+
+    if text not in LOGGERS:
+        raise argparse.ArgumentTypeError(f"{text}: it must be one of {', '.join(LOGGERS)}")
+    return text
+
+
 def add_evaluate(add: Callable[..., argparse.ArgumentParser]) -> None:
     summary = "evaluate a run on other text: loss, bits per byte, perplexity"
     sub = add("eval", evaluate, summary)
@@ -114,8 +120,8 @@ def add_evaluate(add: Callable[..., argparse.ArgumentParser]) -> None:
                      help="tokens to predict, at most; default: the run's eval_tokens")  # fmt: skip
     sub.add_argument("--device", default="", help="cpu or cuda; default: cuda if available")
     sub.add_argument("--json", action="store_true", help="print JSON instead of text")
-    summary = "send what runs have logged to a dashboard; sent again, it adds only what is new"
+    summary = "send a dashboard the logged steps that it lacks; W&B offline gets all steps"
     sub = add("log-to", log_to, summary)
-    sub.add_argument("dashboard", choices=DASHBOARDS, help="where to send it")
+    sub.add_argument("dashboard", type=_dashboard, help="tensorboard, wandb or trackio")
     sub.add_argument("runs", nargs="+", metavar="run", help=f"{RUN}; or dashboard.KEY=VALUE")
     sub.set_defaults(overrides=[])

@@ -54,6 +54,7 @@ def seed_list(text: str) -> tuple[int, ...]:
 def open_sweep(name: str, arguments: argparse.Namespace) -> "Sweep":
     """Return the sweep of an experiment, with what the command line changes about it."""
     from angular_lab.experiments.comparison import planned
+    from angular_lab.sweeps.dry_run import check_specs
     from angular_lab.sweeps.sweep import Sweep
 
     _refuse_name_of_sweep(name, arguments)
@@ -69,6 +70,7 @@ def open_sweep(name: str, arguments: argparse.Namespace) -> "Sweep":
     prepare = not arguments.dry_run
     sweep = Sweep(plan, arguments.out, arguments.data, arguments.device, arguments.name, prepare)
     check_passes(sweep, arguments.passes)
+    check_specs(sweep)
     return sweep
 
 
@@ -143,10 +145,12 @@ def print_dry_run(sweeps: "list[Sweep]", tflops: float | None) -> None:
 
 def run_and_print(sweeps: "list[Sweep]", arguments: argparse.Namespace) -> None:
     """Run the sweeps and print what came out."""
+    from angular_lab.sweeps.dry_run import check_disk
     from angular_lab.sweeps.sweep import run_sweeps
     from angular_lab.sweeps.workers import run_in_processes
 
     settle(sweeps, arguments)
+    check_disk(sweeps)
     budget = arguments.budget - (time.monotonic() - arguments.began)  # imports take seconds
     if arguments.processes == 1:
         run_sweeps(sweeps, budget, arguments.extend)

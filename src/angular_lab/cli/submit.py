@@ -36,6 +36,7 @@ def gigabytes(text: str) -> int:
 
 def submit(arguments: argparse.Namespace) -> None:
     from angular_lab.sweeps import slurm
+    from angular_lab.sweeps.dry_run import check_disk
 
     if arguments.executor not in slurm.EXECUTORS:
         known = " or ".join(slurm.EXECUTORS)
@@ -53,6 +54,7 @@ def submit(arguments: argparse.Namespace) -> None:
     _print_plan(sweep, resources, arguments.executor)
     if arguments.dry_run or not slurm.free_trials(sweep):
         return
+    check_disk([sweep])
     if arguments.executor == "local":
         _run_here(sweep, resources, arguments.until_done)
     else:

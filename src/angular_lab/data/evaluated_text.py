@@ -32,17 +32,17 @@ class EvaluatedText:
 
 
 def read_text(path: Path, data: Path, vocabulary: int, limit: int) -> EvaluatedText:
-    """Return at most `limit` predicted tokens of a prepared folder, or of a file of documents (see
-    `corpus.documents`). `data` is the run's own prepared folder, whose tokenizer counts. Raises
-    UserError if the other folder has another one."""
+    """Return at most `limit` predicted tokens of a prepared folder, or of a file or folder of
+    documents (see `corpus.documents`). `data` is the run's own prepared folder, whose tokenizer
+    counts. Raises UserError if the other folder has another one."""
     tokenizer = tokenizer_of(data)
     if path.is_dir() and _is_prepared(path):
         _check_tokenizer(path, tokenizer, data)
         text = _from_folder(path, tokenizer, vocabulary, limit)
-    elif path.is_dir() or not path.exists():
-        why = "is not a prepared folder" if path.exists() else "does not exist"
+    elif not path.exists():
         raise UserError(
-            f"--on {path}: it {why}; give a folder that angular-lab prepare made, or a text file"
+            f"--on {path}: it does not exist; give a folder that angular-lab prepare made, or a "
+            "file or folder of text"
         )
     else:
         text = _from_documents(path, tokenizer, limit)
@@ -120,9 +120,18 @@ def _from_documents(path: Path, tokenizer: Tokenizer, limit: int) -> EvaluatedTe
         ids += tokens
         if len(ids) > limit:
             break
-    with path.open("rb") as file:
-        fingerprint = hashlib.file_digest(file, "sha256").hexdigest()
-    return EvaluatedText(path, np.array(ids, np.int64), size, fingerprint)
+    return EvaluatedText(path, np.array(ids, np.int64), size, _fingerprint(path))
+
+
+def _fingerprint(path: Path) -> str:
+    """Return a hash of a file's bytes, or of all documents of a folder."""
+    if path.is_file():
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    digest = hashlib.sha256()
+    for document in corpus.documents(path):
+        digest.update(hashlib.sha256(document.encode()).digest())
+    return digest.hexdigest()
 
 
 def _hash(ids: NDArray[np.int64]) -> str:

@@ -68,21 +68,28 @@ def best_sentence(sweep: SweepResults) -> str:
     text = f"{quoted(best)} has the lowest loss {at}: {fmean(losses[best].values()):.4f} ({mean})"
     if not others:
         return f"{text}; no other method has a finished run yet."
-    return f"{text}, {_distance(verdict(losses[best], losses[others[0]]), quoted(others[0]))}."
+    return f"{text}, {_distance(sweep, losses, best, others[0])}."
 
 
-def _distance(result: Verdict, other: str) -> str:
-    """Return how far the first method is below the other on the seeds that both have."""
-    mean = result.paired.mean
+def _distance(
+    sweep: SweepResults, losses: Mapping[str, dict[int, float]], best: str, other: str
+) -> str:
+    """Return how far the best method is below the other on the seeds that both have.
+
+    The interval is that of the difference which the figures and tables show, with its sign.
+    """
+    mean = verdict(losses[best], losses[other]).paired.mean
     if mean is None:
-        return f"but it shares no seed with {other}, which comes next"
+        return f"but it shares no seed with {quoted(other)}, which comes next"
     where = "below" if mean <= 0 else "above"  # above: methods have different seeds
-    sign = -1 if mean <= 0 else 1
-    text = f"{abs(mean):.4f} {where} {other}"
+    text = f"{abs(mean):.4f} {where} {quoted(other)}"
+    a, b = (other, best) if (other, best) in sweep.pairs else (best, other)
+    result = verdict(losses[a], losses[b])
     if result.interval is None:
         return f"{text} (no interval: one seed)"
-    low, high = sorted(sign * end for end in result.interval)
-    return f"{text} (95% interval {low:.4f} to {high:.4f})"
+    low, high = result.interval
+    difference = f"{quoted(a)} minus {quoted(b)}: {result.paired.mean:+.4f}"
+    return f"{text} ({difference}, 95% interval {low:+.4f} to {high:+.4f})"
 
 
 # -- what is settled ---------------------------------------------------------------------------
@@ -143,11 +150,42 @@ def _earlier(sweep: SweepResults) -> str:
     verdicts = [v for h in sweep.horizons[:-1] for v in outcomes(sweep, h).values()]
     if not verdicts:
         return ""
+    if len(verdicts) == 1:
+        return f"; at the earlier horizon it {NOUNS[verdicts[0].outcome][0]}"
     counts = {x: sum(v.outcome == x for v in verdicts) for x in ("holds", "reversed")}
     which = "the earlier horizon" if len(sweep.horizons) == 2 else "the earlier horizons"
     reversed_too = f", {counts['reversed']} reversed" if counts["reversed"] else ""
     verb = "holds" if counts["holds"] == 1 else "hold"
     return f"; at {which} {counts['holds']} of {len(verdicts)} {verb}{reversed_too}"
+
+
+def judged_sentence(sweeps: Sequence[SweepResults]) -> str:
+    """Return what is settled over all sweeps at the last horizon, where two seeds or more judge."""
+    found = [
+        (sweep, a, b, result)
+        for sweep in sweeps
+        for a, b in sweep.pairs
+        if len((result := _at_the_end(sweep, a, b)).paired.seeds) > 1
+    ]
+    if not found:
+        return ""
+    if len(found) > 1:
+        counts = count_outcomes([result.outcome for *_, result in found])
+        compared = f"{len(found)} comparisons on two seeds or more"
+        return f"At the last horizon {compared} were judged: {counts}"
+    ((sweep, a, b, result),) = found
+    where = f" in {sweep.experiment}" if len(sweeps) > 1 else ""
+    told = {
+        "holds": f"{quoted(a)} is below {quoted(b)}",
+        "reversed": f"{quoted(a)} is above {quoted(b)}",
+        "inconclusive": f"{quoted(a)} and {quoted(b)} cannot be told apart yet",
+    }
+    return f"{told[result.outcome]}{where} ({len(result.paired.seeds)} seeds)"
+
+
+def _at_the_end(sweep: SweepResults, a: str, b: str) -> Verdict:
+    last = sweep.horizons[-1]
+    return verdict(sweep.judged(a, last), sweep.judged(b, last))
 
 
 def count_outcomes(verdicts: Sequence[Outcome]) -> str:

@@ -14,7 +14,7 @@ from angular_lab.report.cooldowns import cooldown_tables, variant_shares
 from angular_lab.report.figures.differences import closest_figure, difference_figure
 from angular_lab.report.figures.plots import save
 from angular_lab.report.figures.sweep_figures import cooldown_figure, sweep_figures
-from angular_lab.report.headlines import count_outcomes, counted, listed, sentences
+from angular_lab.report.headlines import judged_sentence, listed, sentences
 from angular_lab.report.page import Section, write_page
 from angular_lab.report.read import SweepResults, collect, read_paces
 from angular_lab.report.results import (
@@ -31,6 +31,7 @@ from angular_lab.report.single_runs import groups, row, single_section
 from angular_lab.report.tables import Table, text_table
 from angular_lab.report.verdicts import RULE, all_pairs_table, claims_table, pair_table
 from angular_lab.run_folder import Run, RunFolder, read_run
+from angular_lab.text import counted
 
 log = logging.getLogger(__name__)
 __all__ = ["make_report", "summary", "text_table", "write_report"]
@@ -93,13 +94,7 @@ def _title(sweeps: Sequence[SweepResults], runs: Sequence[Run]) -> str:
 
 def _opening(sweeps: Sequence[SweepResults], runs: Sequence[Run]) -> Section:
     pairs = all_pairs_table(sweeps, "pairs")
-    result = []
-    if pairs is not None:
-        verdicts = [row["verdict"].kind for row in pairs.rows]
-        result.append(
-            f"At the last horizon {counted(len(verdicts), 'comparison')} on two seeds or more "
-            f"{'were' if len(verdicts) != 1 else 'was'} judged: {count_outcomes(verdicts)}"
-        )
+    result = [text] if (text := judged_sentence(sweeps)) else []
     if edges := [sweep.experiment for sweep in sweeps if any(map(sweep.at_edge, sweep.arms))]:
         among = f"In {len(edges)} of {len(sweeps)} sweeps a" if len(sweeps) > 1 else "A"
         result.append(

@@ -167,7 +167,11 @@ def _evaluations(runs: Sequence[Run], key: str, warnings: list[str]) -> list[Tab
         for label, run in zip(labels(runs), runs, strict=True)
         for evaluation in read_evaluations(run.folder, warnings)
     ]
-    note = "Losses in nats per token. Bits per byte are comparable between tokenizers."
+    note = (
+        "Losses in nats per token. Bits per byte are comparable between tokenizers. They count the "
+        "bytes of the evaluated tokens; val_bits_per_byte, which training logs, takes the mean "
+        "bytes per token of the whole validation split."
+    )
     return [Table(f"{key}-evaluations", "Evaluations on other text", rows, note)] if rows else []
 
 

@@ -7,7 +7,8 @@ from statistics import median
 
 from angular_lab.config.spec import Spec
 
-COMPILING, EVALUATING, SAVING = PHASES = ("compiling", "evaluating", "saving")
+PHASES = ("compiling", "evaluating", "sampling", "saving")
+COMPILING, EVALUATING, SAMPLING, SAVING = PHASES
 EVALUATION_SHARE = 1 / 3  # of a training step's time per token: a forward pass alone
 
 
@@ -71,8 +72,8 @@ class Clock:
         return median(self.speeds) if self.speeds else None
 
     def remaining(self, step: int) -> float | None:
-        """Return the seconds that are left, evaluations and checkpoints included; None before the
-        first timed step."""
+        """Return the seconds that are left, evaluations, samples and checkpoints included; None
+        before the first timed step."""
         if not self.steps:
             return None
         spec, left = self.spec, self.spec.steps - step
@@ -82,6 +83,7 @@ class Clock:
         return (
             per_step * left
             + evaluation * evaluations_left(spec, step)
+            + self._mean(SAMPLING, 0.0) * samples_left(spec, step)
             + self._mean(SAVING, 0.0) * saves_left(spec, step)
         )
 
@@ -92,6 +94,11 @@ class Clock:
 def evaluations_left(spec: Spec, step: int) -> int:
     """Return how often a run evaluates after `step`."""
     return _due(spec.eval_every, step, spec.steps) if spec.eval_every else 0
+
+
+def samples_left(spec: Spec, step: int) -> int:
+    """Return how often a run writes samples after `step`."""
+    return _due(spec.sample_every, step, spec.steps) if spec.sample_every else 0
 
 
 def saves_left(spec: Spec, step: int) -> int:

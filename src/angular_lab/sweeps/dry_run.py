@@ -1,11 +1,11 @@
 """What a sweep would train and what that costs. Reads the store and writes nothing."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 
-import torch
-
+from angular_lab.check import free_disk
 from angular_lab.config.spec import Spec
 from angular_lab.data.batches import Tokens
 from angular_lab.data.passes import describe_passes
@@ -13,15 +13,13 @@ from angular_lab.data.shards import SPLITS
 from angular_lab.errors import UserError
 from angular_lab.experiments.cost import AT_MFU, DEVICES, device_hours, hours_form, model_size
 from angular_lab.experiments.definition import Arm
-from angular_lab.models import build_model
 from angular_lab.show import rate_here
 from angular_lab.sweeps.sweep import Sweep
 from angular_lab.sweeps.trials import PlannedRun, Trial
 from angular_lab.text import counted, estimated_time, short_bytes
-from angular_lab.training.build import make_optimizer
+from angular_lab.training import build
+from angular_lab.training.loggers import check_loggers
 from angular_lab.training.start import data_place, is_prepared
-
-BYTES = 12  # of a parameter in a checkpoint: the weight and, at most, two moments in float32
 
 
 @dataclass
@@ -35,14 +33,14 @@ class Work:
     disk: int = 0  # bytes of the checkpoints that stay
 
     def add(self, spec: Spec) -> None:
-        parameters, flops = model_size(spec.model)
+        _, flops = model_size(spec.model)
         steps = spec.steps - spec.parent_step
         tokens = steps * spec.tokens_per_step
         self.runs += 1
         self.steps += steps
         self.tokens += tokens
         self.operations += tokens * flops
-        self.disk += checkpoints(spec) * parameters * (BYTES + 4 * len(spec.averages))
+        self.disk += checkpoints(spec) * _checkpoint_bytes(_storage(spec))
 
 
 @dataclass
@@ -62,6 +60,30 @@ def checkpoints(spec: Spec) -> int:
     saved = {step for step in range(first, spec.steps + 1) if step % every == 0} | {spec.steps}
     pinned = {*spec.pinned} & {*range(first, spec.steps + 1)}
     return len(pinned) + min(spec.keep, len(saved - pinned))
+
+
+def _storage(spec: Spec) -> Spec:
+    """Return the spec with all that a checkpoint's size depends on, for the cache below."""
+    keep = {"model": spec.model, "precision": spec.precision, "average": spec.average}
+    optim = replace(spec.optim, lr=0.0, aux_lr=None, radius_lr=None, weight_decay=0.0)
+    return replace(Spec(), **keep, optim=optim)
+
+
+@cache
+def _checkpoint_bytes(spec: Spec) -> int:
+    return build.checkpoint_bytes(spec, *build.without_memory(spec))
+
+
+def check_disk(sweeps: Sequence[Sweep]) -> None:
+    """Raise UserError if the checkpoints of the runs that are left do not fit on the disk."""
+    works = [work for sweep in sweeps for work in work_of(sweep)]
+    needed, store = sum(work.left.disk for work in works), sweeps[0].runs
+    if needed > (free := free_disk(store)):
+        raise UserError(
+            f"the checkpoints of the runs that are left take {short_bytes(needed)}, and the disk "
+            f"of {store} has {short_bytes(free)}: free {short_bytes(needed - free)} more, or lower "
+            "keep"
+        )
 
 
 def work_of(sweep: Sweep) -> list[ArmWork]:
@@ -225,9 +247,8 @@ def check_specs(sweep: Sweep) -> None:
 
 
 def _check_optimizer(label: str, spec: Spec) -> None:
-    with torch.device("meta"):
-        model = build_model(spec.model)
     try:
-        make_optimizer(model, spec)
+        build.without_memory(spec)
+        check_loggers(spec)
     except UserError as error:
         raise UserError(f"method '{label}': {error}") from None

@@ -5,7 +5,7 @@ import inspect
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -37,13 +37,20 @@ SPECIAL = ("radius", "radius_lr", "row_beta", "tangent_steps", "state_dtype")
 def make_model(spec: Spec, ranks: Ranks) -> LanguageModel:
     """Build the model with weights initialized on the CPU, the same for every device."""
     model = build_model(spec.model)
+    _store_weights(model, spec, ranks)
+    model.init_weights(spec.seed)
+    return model.to(ranks.device)
+
+
+def _store_weights(model: LanguageModel, spec: Spec, ranks: Ranks | None = None) -> None:
+    """Make the hidden matrices bf16 if the spec asks for that."""
     if spec.precision == "bf16_weights":
         if spec.optim.name == "adamw":
             raise UserError(
                 "precision=bf16_weights with optim.name=adamw: torch's AdamW rounds to nearest and "
                 "loses small steps, so the comparison would not be fair; set precision=bf16"
             )
-        if ranks.world > 1 and spec.parallel == "fsdp":
+        if ranks and ranks.world > 1 and spec.parallel == "fsdp":
             raise UserError(
                 "precision=bf16_weights with parallel=fsdp: FSDP shards parameters of one dtype "
                 "together, and norms stay in float32; set parallel=ddp"
@@ -51,8 +58,6 @@ def make_model(spec: Spec, ranks: Ranks) -> LanguageModel:
         for group in _plan(model, spec.optim):
             for _, p in group["params"] if group["algorithm"] == "matrix" else ():
                 p.data = p.data.bfloat16()
-    model.init_weights(spec.seed)
-    return model.to(ranks.device)
 
 
 def tensor_ranks(spec: Spec, ranks: Ranks) -> Ranks:
@@ -150,6 +155,42 @@ def make_optimizer(model: LanguageModel, spec: Spec) -> torch.optim.Optimizer:
         return OPTIMIZERS[o.name](groups, **_arguments(OPTIMIZERS[o.name], spec))
     except ValueError as error:  # a value of the spec that the optimizer rejects
         raise UserError(f"optim: {error}") from error
+
+
+# --- sizes, without memory ---
+
+PER_TENSOR = 4096  # bytes of a checkpoint's index and headers
+STATES = 4  # tensors that are saved for a parameter, at most: itself and its state
+
+
+def without_memory(spec: Spec) -> tuple[LanguageModel, torch.optim.Optimizer]:
+    """Return a run's model and optimizer, shapes and dtypes alone."""
+    with torch.device("meta"):
+        model = build_model(spec.model)
+        _store_weights(model, spec)
+        return model, make_optimizer(model, spec)
+
+
+def weight_bytes(model: LanguageModel) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of an optimizer's state after a step."""
+    if isinstance(optimizer, torch.optim.AdamW):
+        groups = optimizer.param_groups
+        return sum(2 * p.numel() * p.element_size() for g in groups for p in g["params"])
+    sizes = cast(Any, optimizer).plan.state_bytes
+    return sum(sizes.values())
+
+
+def checkpoint_bytes(spec: Spec, model: LanguageModel, optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of one checkpoint, computed; a few percent above what is written."""
+    saved = model.state_dict()  # with both names of a tied weight
+    weights = sum(x.numel() * x.element_size() for x in saved.values())
+    averages = 4 * len(spec.average) * sum(p.numel() for p in model.parameters())
+    index = PER_TENSOR * STATES * len(saved)
+    return int(1.05 * (weights + state_bytes(optimizer) + averages)) + index
 
 
 def _plan(model: LanguageModel, o: OptimSpec) -> Plan:

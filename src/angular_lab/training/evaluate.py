@@ -8,11 +8,17 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from angular_lab.config.spec import Spec
 from angular_lab.data.batches import Tokens
 from angular_lab.data.evaluated_text import tokenizer_of
 from angular_lab.models import LanguageModel
 from angular_lab.models.generate import continue_all
 from angular_lab.training.ranks import Ranks
+
+
+def autocast_of(spec: Spec, device: torch.device) -> torch.autocast:
+    """Return the context of a run's forward passes, the same in training and in evaluations."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=spec.precision != "fp32")
 
 
 @torch.no_grad()
@@ -40,7 +46,7 @@ def evaluate(
     model.train()
     loss_value = (ranks.sum(total) / ranks.tensor / count).item()
     metrics = {"val_loss": loss_value, "val_perplexity": exp(min(loss_value, 700.0))}
-    if tokens.bytes_per_token:
+    if tokens.bytes_per_token:  # of the whole split; `eval` counts those of the windows
         metrics["val_bits_per_byte"] = loss_value / log(2) / tokens.bytes_per_token
     return metrics
 

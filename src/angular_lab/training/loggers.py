@@ -49,9 +49,8 @@ class TensorBoard:
 
     def __init__(self, spec: Spec, run: RunFolder, step: int) -> None:
         module = _import(MODULES["tensorboard"], "tensorboard")
-        has_events = any(run.path.glob("events.out.tfevents.*"))
+        self.folder, self.last = run.path, min(step, _shown(run.path)[0])
         _wait_for_later_name(run.path)
-        self.folder, self.last = run.path, step if has_events else 0
         self.writer = module.SummaryWriter(str(run.path), purge_step=self.last + 1)
         self.settings = {key: attrgetter(key)(spec) for key in keys(spec)}
         rows = [f"| {key} | {as_typed(value)} |" for key, value in self.settings.items()]
@@ -81,7 +80,27 @@ class TensorBoard:
 
     @property
     def place(self) -> str:
-        return f"view it with tensorboard --logdir {self.folder}"
+        return _tensorboard_place(self.folder)
+
+
+def _tensorboard_place(folder: Path) -> str:
+    return f"view it with tensorboard --logdir {folder}"
+
+
+def _shown(folder: Path) -> tuple[int, int]:
+    """Return the last step that TensorBoard shows of a run, and the step of its final values; 0 if
+    it shows none."""
+    if not any(folder.glob("events.out.tfevents.*")):
+        return 0, 0
+    module = _import("tensorboard.backend.event_processing.event_accumulator", "tensorboard")
+    events = module.EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    there = events.Tags()["scalars"]
+    # every line has its tokens, while a loss that is not finite is not sent
+    last, final = (
+        max((event.step for event in events.Scalars(key)), default=0) if key in there else 0
+        for key in ("tokens", "final/tokens")
+    )
+    return last, final
 
 
 def _wait_for_later_name(folder: Path) -> None:
@@ -301,14 +320,18 @@ class Sent:
 
 
 def send_run(name: str, folder: Path, assignments: Sequence[str] = ()) -> Sent:
-    """Send what a run has logged to a dashboard. Sent again, it adds only what is new.
+    """Send what a run has logged to a dashboard, without the steps that it has already.
+
+    W&B offline cannot know them: it writes all steps to a new folder, which replaces an earlier
+    one when it is synchronized.
 
     Raises UserError if a process is training the run: two writers would disagree.
     """
     run = RunFolder(folder)
     spec = _with_dashboard(run.read_spec(), name, assignments)
     check_loggers(spec)
-    if not run.read_metrics():
+    metrics = run.read_metrics()
+    if not metrics:
         raise UserError(f"{folder} has not logged a step yet: there is nothing to send")
     if not run.try_claim():
         raise UserError(
@@ -316,11 +339,15 @@ def send_run(name: str, folder: Path, assignments: Sequence[str] = ()) -> Sent:
             f"dashboard with {command('resume', folder, f'loggers={name}')}"
         )
     try:
+        read, end = read_run(folder, []), metrics[-1].step
+        state = read.status if read else "unfinished"
+        shown, final = _shown(folder) if name == "tensorboard" else (0, 0)
+        if shown >= end and (state != "done" or final >= end):
+            return Sent(name, [], end, _tensorboard_place(folder))
         logger = {"wandb": Wandb, "trackio": Trackio}.get(name)
-        opened: Logger = logger(spec, run, False) if logger else TensorBoard(spec, run, 0)
+        opened: Logger = logger(spec, run, False) if logger else TensorBoard(spec, run, end)
         steps, place = _send(opened, run), opened.place
-        read = read_run(folder, [])
-        opened.close(summary_of(run, read.status if read else "unfinished"))
+        opened.close(summary_of(run, state))
         return Sent(name, steps, opened.last, place)
     finally:
         run.release()

@@ -142,7 +142,7 @@ class Progress:
         times = self._pending | phases
         self.run.append(self.run.timing_path, times)
         for logger in self.loggers:
-            logger.log(times["step"], {**self._logged, **times})
+            logger.log(self._logged["step"], {**self._logged, **times})
         self._written, self._pending = dict(self.clock.phases), None
 
     def __enter__(self) -> "Progress":

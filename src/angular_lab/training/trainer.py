@@ -15,12 +15,12 @@ from angular_lab.data.batches import Batches, Tokens, prefetch
 from angular_lab.errors import UserError
 from angular_lab.models.tensor_parallel import clip_gradients
 from angular_lab.run_folder import RunFolder
-from angular_lab.status.clock import EVALUATING, SAVING
+from angular_lab.status.clock import EVALUATING, SAMPLING, SAVING
 from angular_lab.status.screen import Shown
 from angular_lab.text import command
 from angular_lab.training import build, checkpoint
 from angular_lab.training.averages import Averages
-from angular_lab.training.evaluate import Samples, evaluate
+from angular_lab.training.evaluate import Samples, autocast_of, evaluate
 from angular_lab.training.nonfinite import NotFinite, OnHost, culprit, weights_are_finite
 from angular_lab.training.progress import Progress
 from angular_lab.training.ranks import Ranks
@@ -58,9 +58,7 @@ class Trainer:
         self.model, self.parallel = (models or build.Models()).take(spec, ranks)
         self.optimizer = build.make_optimizer(self.model, spec)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
-        self.autocast = torch.autocast(
-            ranks.device.type, torch.bfloat16, enabled=spec.precision != "fp32"
-        )
+        self.autocast = autocast_of(spec, ranks.device)
         recorded = can_record(spec, self.model, ranks)
         self.passes = Passes(self.parallel, self.autocast, recorded)
         micro = spec.micro_batch or spec.batch
@@ -178,7 +176,7 @@ class Trainer:
 
     def sample(self, samples: Samples) -> None:
         """Write and show what the model makes of a few prompts. Training does not notice it."""
-        with self.progress.phase(EVALUATING), self.autocast:
+        with self.progress.phase(SAMPLING), self.autocast:
             written = samples.write(self.model)
         for pair in written if self.ranks.first else ():
             self.run.append(self.run.samples_path, {"step": self.step, **pair})

@@ -83,25 +83,21 @@ class Handler(BaseHTTPRequestHandler):
         if url.path in self.sent:
             kind = KINDS[Path(url.path).suffix or ".html"]
             return self._send(HTTPStatus.OK, self.sent[url.path], kind)
-        answers: dict[str, Callable[..., Any]] = {
-            "/api/runs": self._runs,
-            "/api/metrics": self._metrics,
+        answers: dict[str, Callable[[dict[str, str]], Any]] = {
+            "/api/runs": lambda _: self.runs.listing(),
+            "/api/metrics": lambda query: self.runs.series(
+                query.get("run", ""), query.get("after", "")
+            ),
         }
         if url.path not in answers:
             return self._send(HTTPStatus.NOT_FOUND, b"not found", "text/plain")
         try:
-            status, content = HTTPStatus.OK, answers[url.path](**_query(url.query))
+            status, content = HTTPStatus.OK, answers[url.path](_query(url.query))
         except UserError as error:
             status, content = HTTPStatus.BAD_REQUEST, {"error": str(error)}
         except OSError as error:  # a file went away while it was read; the page asks again
             status, content = HTTPStatus.INTERNAL_SERVER_ERROR, {"error": str(error)}
         self._send(status, json.dumps(content, allow_nan=False).encode(), "application/json")
-
-    def _runs(self, **_: str) -> dict[str, Any]:
-        return self.runs.listing()
-
-    def _metrics(self, run: str = "", after: str = "", **_: str) -> dict[str, Any]:
-        return self.runs.series(run, after)
 
     def _send(self, status: HTTPStatus, body: bytes, kind: str) -> None:
         compressed = len(body) > LARGE and "gzip" in self.headers.get("Accept-Encoding", "")

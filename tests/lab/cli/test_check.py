@@ -16,6 +16,7 @@ from angular_lab.cli.main import main
 from angular_lab.config.overrides import override
 from angular_lab.config.spec import Spec
 from angular_lab.data.shards import Manifest
+from angular_lab.training import build
 from angular_lab.training.build import OPTIMIZER_NAMES
 from angular_lab.training.nonfinite import NotFinite
 from angular_lab.training.start import train
@@ -107,10 +108,17 @@ def test_the_disk_must_hold_all_checkpoints(
     assert not found(replace(spec, save_every=None), tmp_path / "run", "disk"), "fewer are saved"
 
 
-@pytest.mark.parametrize("name", OPTIMIZER_NAMES)
-def test_a_checkpoint_is_as_large_as_computed(data: Path, tmp_path: Path, name: str) -> None:
+EIGHT_BIT = ["precision=bf16_weights", "optim.state_dtype=int8"]
+
+
+@pytest.mark.parametrize(
+    ("name", "more"), [*((name, []) for name in OPTIMIZER_NAMES), ("muon", EIGHT_BIT)]
+)
+def test_a_checkpoint_is_as_large_as_computed(
+    data: Path, tmp_path: Path, name: str, more: list[str]
+) -> None:
     """Of a model that is large enough to hide the files' headers."""
-    settings = [f"optim.name={name}", "optim.lr=0.001", "steps=1", "schedule.warmup=0",
+    settings = [*more, f"optim.name={name}", "optim.lr=0.001", "steps=1", "schedule.warmup=0",
                 "model.width=192", "model.mlp=512", "average=0.5", "angle_every=none"]  # fmt: skip
     spec = override(sound(data), settings)
     train(spec, tmp_path / "run", device="cpu")
@@ -119,12 +127,34 @@ def test_a_checkpoint_is_as_large_as_computed(data: Path, tmp_path: Path, name: 
     assert written <= computed <= 1.12 * written
 
 
+def test_sixteen_and_eight_bits_need_less(data: Path, tmp_path: Path) -> None:
+    plans = [check._plan(override(sound(data), x), tmp_path, "cpu") for x in ([], EIGHT_BIT)]
+    weights = [build.weight_bytes(plan.model) for plan in plans]
+    states = [build.state_bytes(plan.optimizer) for plan in plans]
+    matrices = sum(
+        p.numel()
+        for group in plans[0].optimizer.param_groups
+        for p in group["params"]
+        if group["algorithm"] == "matrix"
+    )
+    assert weights[0] - weights[1] == 2 * matrices
+    assert 2 * matrices < states[0] - states[1] < 3 * matrices
+
+
+def test_a_folder_without_tokens_is_an_error_of_its_own(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    spec = override(sound(data), [f"data={tmp_path / 'empty'}"])
+    (finding,) = check.quick_check(spec, tmp_path / "run", "cpu")
+    assert finding.text.endswith("empty: no training tokens")
+    assert finding.advice == "make them with angular-lab prepare"
+
+
 def test_weights_must_fit_into_the_memory(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = sound(data)
     plan = check._plan(spec, tmp_path, "cpu")
-    needed = 8 * plan.parameters + plan.state_bytes
+    needed = 8 * plan.parameters + build.state_bytes(plan.optimizer)
     monkeypatch.setattr(check, "device_memory", lambda _: needed)
     assert not found(spec, tmp_path / "run", "state")
     monkeypatch.setattr(check, "device_memory", lambda _: needed - 1)

@@ -18,6 +18,7 @@ from tests.lab.report.made import (
     one_horizon,
     paper_teaser,
     spec_of,
+    table,
     visible,
     write_run,
     write_sweep,
@@ -39,13 +40,13 @@ def test_the_sentences_of_a_comparison_that_holds(tmp_path: Path) -> None:
     root = choosing(tmp_path / "small")
     ours = [final(root, f"angular-muown-lr0.02-seed{seed}-to200") for seed in (1, 2)]
     theirs = [final(root, f"adamw-lr0.002-seed{seed}-to200") for seed in (1, 2)]
-    apart = [b - a for a, b in zip(ours, theirs, strict=True)]
+    apart = [a - b for a, b in zip(ours, theirs, strict=True)]
     half = 12.7062 * stdev(apart) / 2**0.5
     assert of(root) == [
         f"angular_muown has the lowest loss at 200k tokens: {fmean(ours):.4f} (the mean of 2 "
-        f"seeds), {fmean(apart):.4f} below adamw (95% interval {fmean(apart) - half:.4f} to "
-        f"{fmean(apart) + half:.4f}).",
-        "The comparison with adamw at 200k tokens holds; at the earlier horizon 1 of 1 holds.",
+        f"seeds), {-fmean(apart):.4f} below adamw (angular_muown minus adamw: {fmean(apart):+.4f}, "
+        f"95% interval {fmean(apart) - half:+.4f} to {fmean(apart) + half:+.4f}).",
+        "The comparison with adamw at 200k tokens holds; at the earlier horizon it holds.",
         "Seeds 1 and 2 judge, seed 0 chose the values; the best lr of adamw (0.002) is at the edge "
         "of its grid, so a wider one may change the order; all 9 trials are finished.",
     ]
@@ -55,21 +56,25 @@ def test_the_sentences_of_an_open_comparison(tmp_path: Path) -> None:
     """-0.1 and -0.06 have one sign, but the interval of two seeds includes zero."""
     root = one_horizon(tmp_path / "small")
     apart = [
-        final(root, f"adamw-lr0.016-seed{seed}") - final(root, f"angular-muown-lr0.02-seed{seed}")
+        final(root, f"angular-muown-lr0.02-seed{seed}") - final(root, f"adamw-lr0.016-seed{seed}")
         for seed in (1, 2)
     ]
     half = 12.7062 * stdev(apart) / 2**0.5
     best, verdict, limits = of(root)
     low, high = fmean(apart) - half, fmean(apart) + half
-    assert f"{fmean(apart):.4f} below adamw (95% interval {low:.4f} to {high:.4f})." in best
-    assert low < 0
+    difference = f"angular_muown minus adamw: {fmean(apart):+.4f}"
+    interval = f"95% interval {low:+.4f} to {high:+.4f}"
+    assert f"{-fmean(apart):.4f} below adamw ({difference}, {interval})." in best
+    assert low < fmean(apart) < 0 < high
     assert verdict == (
         "The comparison with adamw at 400k tokens is open: leads on 2 of 2 seeds, 1 more seed to "
         "settle."
     )
     assert "the best aux_lr of adamw (0.016) is at the edge of its grid" in limits
     page = visible(make_report([root], tmp_path / "out"))
-    assert f"(95% interval −{-low:.4f} to {high:.4f})" in page, "a minus sign, not a hyphen"
+    assert f"95% interval −{-low:.4f} to +{high:.4f})" in page, "a minus sign, not a hyphen"
+    (row,) = table(tmp_path / "out", "small-pairs")
+    assert row["95% interval"] == f"{low:+.4f} to {high:+.4f}", "the same as in the sentence"
 
 
 def grids(*losses: tuple[str, list[float]]) -> dict[str, tuple[str, Grid]]:
@@ -92,7 +97,7 @@ def test_several_outcomes_are_counted_and_named(tmp_path: Path) -> None:
     best, verdicts, limits = of(write_sweep(tmp_path / "small", methods))
     assert best == (
         "muon has the lowest loss at 100k tokens: 2.9100 (the mean of 3 seeds), 0.1000 below "
-        "angular_muown (95% interval 0.1000 to 0.1000)."
+        "angular_muown (angular_muown minus muon: +0.1000, 95% interval +0.1000 to +0.1000)."
     )
     assert verdicts.startswith(
         "Of the 5 comparisons of angular_muown at 100k tokens, 1 holds (adamw), 1 is reversed "
@@ -101,6 +106,34 @@ def test_several_outcomes_are_counted_and_named(tmp_path: Path) -> None:
     assert "; “normuon, decay 0.1”: " in verdicts  # a name with a space is quoted
     assert verdicts.endswith(") and 1 has no judging seed yet.")
     assert limits == "Seeds 0, 1 and 2 judge; all 15 trials are finished."
+
+
+@pytest.mark.parametrize(
+    ("losses", "told"),
+    [
+        ([2.999, 3.012], "muon and normuon cannot be told apart yet in small (2 seeds)."),
+        ([2.9, 2.91], "muon is below normuon in small (2 seeds)."),
+        ([3.1, 3.11], "muon is above normuon in small (2 seeds)."),
+    ],
+)
+def test_a_single_comparison_is_told_not_counted(
+    tmp_path: Path, losses: list[float], told: str
+) -> None:
+    methods = grids(("normuon", [3.0, 3.01]), ("muon", losses))
+    write_sweep(
+        tmp_path / "runs" / "small", methods, experiment="small", pairs=(("muon", "normuon"),)
+    )
+    write_sweep(tmp_path / "runs" / "other", grids(("muon", [3.0])), experiment="other")
+    words = visible(make_report([tmp_path / "runs"], tmp_path / "out"))
+    assert told in words
+    assert "1 comparison" not in words
+
+
+def test_several_comparisons_are_counted(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        choosing(tmp_path / "runs" / name)
+    words = visible(make_report([tmp_path / "runs"], tmp_path / "out"))
+    assert "At the last horizon 2 comparisons on two seeds or more were judged: 2 hold." in words
 
 
 def test_one_seed_settles_nothing(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from matplotlib.figure import Figure
 
 from angular_lab.report.figures.plots import Panel, Trace, _legend_columns, draw, ticks_with_room
+from angular_lab.report.figures.sweep_figures import loss_top
 
 
 def test_legend_columns_are_filled_as_matplotlib_does() -> None:
@@ -26,3 +27,12 @@ def test_ticks_do_not_touch_each_other() -> None:
     labelled = panel._replace(traces=[Trace([0.001, 0.021], [2, 1], 0, "a" * 20)])
     assert ticks_with_room(labelled) == [0.001, 0.02]  # labels at line ends take room
     assert ticks_with_room(Panel([], "steps", "loss", x_ticks=[100])) == [100]
+
+
+def test_the_losses_of_short_runs_are_not_cut_off() -> None:
+    """The first tenth is cut off, but not the end of a run that ended there."""
+    long = Trace([10, 500, 1000], [9, 4, 3], 0)
+    assert loss_top([long]) == 4 + 0.05
+    short, diverged = Trace([1, 20], [10, 7], 1), Trace([1, 20], [9, 1e6], 2)
+    assert loss_top([long, short]) == 7 + 0.05 * 4
+    assert loss_top([long, diverged]) == 9 + 0.05 * 6

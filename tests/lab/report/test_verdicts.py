@@ -5,9 +5,11 @@ from math import sqrt
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from angular_lab.experiments.comparison import experiment
-from angular_lab.report.figures.differences import difference_figure
+from angular_lab.report.figures.differences import closest_figure, difference_figure
+from angular_lab.report.figures.plots import draw
 from angular_lab.report.read import collect
 from angular_lab.report.report import make_report
 from angular_lab.report.verdicts import PAPER_CLAIMS
@@ -164,3 +166,18 @@ def test_one_figure_shows_all_differences_before_the_tables(tmp_path: Path) -> N
     assert drawn.panel.y_names == ["against adamw", "100k", "200k"]
     assert list(drawn.panel.traces[0].ys) == [1, 2]
     assert list(drawn.panel.traces[0].xs) == pytest.approx([-0.09, -0.1])
+
+
+def test_the_closest_comparison_names_both_methods_outside_the_band(tmp_path: Path) -> None:
+    sweeps, _ = collect([choosing(tmp_path / "a"), one_horizon(tmp_path / "b")], [])
+    figure = closest_figure(sweeps, "closest")
+    assert figure is not None
+    assert figure.panel.y_names[0] == "teaser: angular_muown against adamw"
+    assert "left of zero the first method is better" in figure.caption
+    axes = Figure().add_subplot()
+    draw(axes, figure.panel)
+    bands = [path.vertices[:, 1] for drawn in axes.collections for path in drawn.get_paths()]
+    shaded = [(min(ys), max(ys)) for ys in bands if max(ys) > min(ys)]
+    assert shaded
+    for heading in figure.panel.y_headings:
+        assert not any(low < heading < high for low, high in shaded)

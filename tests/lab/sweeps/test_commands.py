@@ -197,3 +197,23 @@ def test_show_counts_the_passes_of_a_named_run(
     assert f"text         {expected}\n" in capsys.readouterr().out
     assert main(["show", "nano", "data=data/nowhere"]) == 0
     assert "data/nowhere is not prepared yet" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["sweep", "submit"])
+def test_checkpoints_that_do_not_fit_on_the_disk_are_refused(
+    plan: Experiment,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+) -> None:
+    monkeypatch.setitem(EXPERIMENTS, "small", lambda _: plan)
+    usage = shutil.disk_usage("/")._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    words = [command, "small", "--out", str(tmp_path), "--data", str(data), "--device", "cpu"]
+    assert main([*words, *(["--executor", "local"] if command == "submit" else [])]) == 2
+    error = capsys.readouterr().err
+    assert "the checkpoints of the runs that are left take" in error
+    assert f"the disk of {tmp_path / 'runs'} has 1 kB: free " in error
+    assert not (tmp_path / "runs").exists()

@@ -147,9 +147,10 @@ def test_tensorboard_flushes_every_step(tmp_path: Path, monkeypatch: pytest.Monk
     for step in (5, 6):
         board.log(step, {"loss": 2.0, "grad_norm": None})
     assert calls == [("purge", 1), ("loss", 5), "flush", ("loss", 6), "flush"]
-    (tmp_path / "events.out.tfevents.1.host.1.0").touch()
-    loggers.TensorBoard(Spec(), RunFolder(tmp_path), 4)
-    assert calls[-1] == ("purge", 5), "steps after the checkpoint are taken again"
+    for shown, purged in ((9, 5), (2, 3)):  # steps after the checkpoint are taken again
+        monkeypatch.setattr(loggers, "_shown", lambda _, last=shown: (last, 0))
+        assert loggers.TensorBoard(Spec(), RunFolder(tmp_path), 4).last == purged - 1
+        assert calls[-1] == ("purge", purged)
 
 
 def test_tensorboard_shows_every_step_once_after_a_kill(data: Path, tmp_path: Path) -> None:
@@ -302,6 +303,35 @@ def test_tensorboard_shows_settings_and_final_values(finished: Path, tmp_path: P
     assert "_hparams_/session_start_info" in events.summary_metadata
 
 
+def test_log_to_tensorboard_adds_only_what_is_new(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that is sent before its end gets its final values later."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    out = tmp_path / "run"
+    shutil.copytree(finished, out)
+    (out / "DONE").rename(tmp_path / "DONE")
+    log = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (out / "metrics.jsonl").write_text("".join(log[:5]))
+    assert loggers.send_run("tensorboard", out).steps == [1, 2, 3, 4, 5]
+    (out / "metrics.jsonl").write_text("".join(log))
+    assert loggers.send_run("tensorboard", out).steps == list(range(6, 13))
+    (tmp_path / "DONE").rename(out / "DONE")
+    assert not loggers.send_run("tensorboard", out).steps
+    before = {path: path.read_bytes() for path in out.iterdir() if path.is_file()}
+    capsys.readouterr()
+    assert main(["log-to", "tensorboard", str(out)]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("run: tensorboard has all steps up to 12 already: view it with")
+    assert printed.err == ""
+    assert {path: path.read_bytes() for path in out.iterdir() if path.is_file()} == before
+    events = EventAccumulator(os.fspath(out), size_guidance={"scalars": 0}).Reload()
+    for key in ("loss", "tokens_per_second"):
+        assert [event.step for event in events.Scalars(key)] == list(range(1, 13))
+    assert [event.step for event in events.Scalars("final/tokens")] == [12]
+
+
 def test_a_run_that_is_trained_is_not_sent(finished: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     shutil.copytree(finished, out)
@@ -349,6 +379,40 @@ def test_log_to_groups_a_run_of_a_sweep_under_its_name(
     assert printed.startswith("trial: sent 12 steps, up to 12, to wandb: run id at https://")
     assert main(["log-to", "wandb", "dashboard.group=mine"]) == 2
     assert "give at least one run folder" in capsys.readouterr().err
+
+
+def test_the_help_of_log_to_says_what_is_sent_again(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["log-to", "--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "W&B offline gets all steps" in printed
+    assert all(name in printed for name in loggers.LOGGERS)
+
+
+def test_log_to_takes_a_run_whose_name_looks_like_a_setting(
+    finished: Path, tmp_path: Path, tracker: FakeTracker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only dashboard.KEY=VALUE is a setting here, wherever it stands."""
+    run = tmp_path / "seed=1"
+    shutil.copytree(finished, run)
+    words = ["log-to", "wandb", "dashboard.group=mine", "--traceback", str(run)]
+    assert main(words) == 0
+    assert tracker.runs[-1]["group"] == "mine"
+    assert main(["log-to", "wandb", str(tmp_path / "seed=2")]) == 2
+    assert f"{tmp_path}/seed=2: neither a folder nor the id of a run" in capsys.readouterr().err
+
+
+def test_log_to_knows_the_dashboards_of_training(
+    finished: Path, tracker: FakeTracker, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    with pytest.raises(SystemExit):
+        main(["log-to", "nope", str(finished)])
+    expected = "argument dashboard: nope: it must be one of tensorboard, wandb, trackio"
+    assert expected in capsys.readouterr().err
+    monkeypatch.delitem(loggers.LOGGERS, "wandb")
+    with pytest.raises(SystemExit):
+        main(["log-to", "wandb", str(finished)])
 
 
 def test_runs_of_a_sweep_are_a_group(data: Path, tmp_path: Path, tracker: FakeTracker) -> None:

@@ -82,6 +82,15 @@ def test_the_runs_own_folder_has_the_loss_that_training_logged(
     ]
 
 
+@pytest.mark.parametrize("precision", ["bf16", "bf16_weights", "fp32"])
+def test_the_loss_is_the_logged_one_in_every_precision(
+    precision: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tiny(data, steps=4, precision=precision), tmp_path / "run", device="cpu")
+    (result,) = evaluate(capsys, tmp_path / "run", "--on", data, "--device", "cpu")
+    assert result["loss"] == RunFolder(tmp_path / "run").read_metrics()[-1].get("val_loss")
+
+
 def test_values_follow_from_a_plain_computation(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,19 +139,19 @@ def test_bytes_are_those_of_the_text_and_not_of_the_tokens(
     assert np.isfinite(cut["loss"])
 
 
-def test_an_evaluation_replaces_an_earlier_one_of_the_same_text_and_weights(
+def test_an_evaluation_replaces_an_earlier_one_of_the_same_tokens_and_weights(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text("some text " * 40)
-    for tokens in (64, 64, 100):
+    for tokens in (64, 100, 64):
         evaluate(capsys, run, "--on", text, "--tokens", tokens)
-    (result,) = read_evaluations(run, [])
-    assert result.tokens == 100
-    assert len(RunFolder(run).evaluations_path.read_text().splitlines()) == 1
+    found = read_evaluations(run, [])
+    assert [result.tokens for result in found] == [100, 64], "another part of the text is kept"
+    assert len(RunFolder(run).evaluations_path.read_text().splitlines()) == 2
     text.write_text("other text " * 40)
-    evaluate(capsys, run, "--on", text)
-    assert len(read_evaluations(run, [])) == 2
+    evaluate(capsys, run, "--on", text, "--tokens", 64)
+    assert len(read_evaluations(run, [])) == 3
 
 
 def test_evaluations_are_shown(
@@ -156,9 +165,31 @@ def test_evaluations_are_shown(
     read = read_run(run, [])
     assert read is not None
     (_, table) = single_section([read], "single", "Single runs").tables
+    assert "val_bits_per_byte" in (table.note or "")
     for shown in (printed, describe_run(read), table.markdown()):
         assert "shown.txt" in shown
         assert f"{result['bits_per_byte']:.4f}" in shown
+
+
+def test_a_folder_of_text_is_evaluated_as_its_documents(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the order of their names, as `prepare` reads them."""
+    folder, text = tmp_path / "texts", tmp_path / "all.txt"
+    (folder / "more").mkdir(parents=True)
+    (folder / "a.txt").write_text("naïve café " * 4)
+    (folder / "more" / "b.jsonl").write_text(json.dumps({"text": "a second document"}) + "\n")
+    (folder / ".hidden").write_bytes(b"\xff")
+    text.write_text("naïve café " * 4 + f"\n{END_OF_TEXT}\na second document")
+    whole, single = evaluate(capsys, run, "--on", folder, "--on", text)
+    assert {**whole, "on": "", "data": ""} == {**single, "on": "", "data": ""}
+    (cut,) = evaluate(capsys, run, "--on", folder, "--tokens", 10)
+    assert (cut["data"], cut["tokens"]) == (whole["data"], 10), "the same text, and less of it"
+    (folder / "more" / "b.jsonl").write_text(json.dumps({"text": "a third document"}) + "\n")
+    (changed,) = evaluate(capsys, run, "--on", folder, "--tokens", 10)
+    assert changed["data"] != whole["data"]
+    (folder / "empty").mkdir()
+    assert "it has no text to evaluate" in fails(capsys, run, "--on", folder / "empty")
 
 
 def test_a_resumed_run_forgets_evaluations_of_steps_that_it_takes_again(
@@ -180,8 +211,10 @@ def test_errors_say_what_to_do(
     message = fails(capsys, run, "--on", other)
     assert f"angular-lab prepare TEXT --tokenizer {data / TOKENIZER}" in message
     (tmp_path / "empty.txt").touch()
+    (tmp_path / "binary").mkdir()
+    (tmp_path / "binary" / "file").write_bytes(b"\xff")
     for words, expected in (
-        (["--on", tmp_path], "it is not a prepared folder"),
+        (["--on", tmp_path / "binary"], "binary/file cannot be read"),
         (["--on", tmp_path / "nowhere"], "it does not exist"),
         (["--on", tmp_path / "empty.txt"], "it has no text to evaluate"),
         (["--on", data, "--step", 7], "has no checkpoint at step 7; it has 8, 9, 12"),

@@ -27,7 +27,7 @@ from angular_lab.config.spec import Spec
 from angular_lab.log import configure_logging
 from angular_lab.run_folder import RunFolder
 from angular_lab.status import clock, screen
-from angular_lab.status.clock import Clock, evaluations_left, saves_left
+from angular_lab.status.clock import Clock, evaluations_left, samples_left, saves_left
 from angular_lab.status.screen import CLEAR, Screen, Smoothed, Status
 from angular_lab.training.start import resume, train
 from angular_lab.training.trainer import Trainer
@@ -353,6 +353,19 @@ def test_remaining_time_includes_evaluations_and_checkpoints(moved: Time) -> Non
     assert times.speed == pytest.approx(1024.0)
 
 
+def test_remaining_time_includes_samples_apart_from_evaluations(moved: Time) -> None:
+    spec = Spec(steps=100, batch=1, eval_every=50, sample_every=30, save_every=None, pins=())
+    times = Clock(spec)
+    times.start(0)
+    moved.now += 60.0
+    for name, seconds in (("evaluating", 7.0), ("sampling", 2.0), ("sampling", 4.0)):
+        with times.phase(name):
+            moved.now += seconds
+    times.lap(60)
+    # 40 steps of a second; evaluations at 100; samples of 3 seconds on average at 90 and 100
+    assert times.remaining(60) == pytest.approx(40 + 7.0 + 2 * 3.0)
+
+
 def test_steps_inside_a_phase_are_not_timed(moved: Time) -> None:
     times, waits = Clock(Spec(batch=1)), []
     times.synchronize = lambda: waits.append(moved.now)
@@ -372,10 +385,10 @@ def test_steps_inside_a_phase_are_not_timed(moved: Time) -> None:
 def test_evaluations_and_checkpoints_are_counted_as_the_trainer_makes_them(
     steps: int, every: int | None, pins: tuple[int, ...]
 ) -> None:
-    spec = Spec(steps=steps, eval_every=every, save_every=every, pins=pins)
+    spec = Spec(steps=steps, eval_every=every, save_every=every, sample_every=every, pins=pins)
     for step in range(steps + 1):
         later = range(step + 1, steps + 1)
         due = [x for x in later if every and (x % every == 0 or x == steps)]
         saved = {*due, *(x for x in later if x in spec.pinned or x == steps)}
-        assert evaluations_left(spec, step) == len(due)
+        assert evaluations_left(spec, step) == samples_left(spec, step) == len(due)
         assert saves_left(spec, step) == len(saved)

@@ -63,6 +63,13 @@ def test_samples_continue_text_of_the_validation_split(sampled: Path, data: Path
     assert written[0]["text"] != written[3]["text"], "the model has learned something"
 
 
+def test_the_time_of_samples_is_not_that_of_evaluations(sampled: Path, plain: Path) -> None:
+    times = lines(sampled / "timing.jsonl")
+    assert [line["step"] for line in times if "sampling" in line] == [5, 10, 12]
+    assert [line["step"] for line in times if "evaluating" in line] == [4, 8, 12]
+    assert not any("sampling" in line for line in lines(plain / "timing.jsonl"))
+
+
 def test_generating_leaves_the_random_numbers_and_the_mode_of_the_model(plain: Path) -> None:
     model = load_run(plain)
     before = torch.get_rng_state()

@@ -164,6 +164,53 @@ def test_hover_shows_all_values_as_logged(page: Page, url: str, store: Path) -> 
     assert page("document.querySelectorAll('[data-chart=lr] .cross').length") == 1  # together
 
 
+@pytest.fixture(scope="module")
+def unequal(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A long run, three that ended after a few steps, and one that diverged there."""
+    root = tmp_path_factory.mktemp("unequal")
+    runs = {"long": (1700, -1.0), "a": (4, -1.0), "b": (20, -1.0), "c": (30, -1.0), "d": (20, 3.0)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_folder, "git_state", dict)
+        for name, (steps, power) in runs.items():
+            every = 10 if name == "long" else 1
+            lines = [
+                {"step": s, "loss": 3 + 8 * (s + 1 if power > 0 else 1 + s / 50) ** power}
+                for s in range(every, steps + 1, every)
+            ]
+            write_lines(root / name, spec_of(steps=steps), lines)
+    return root
+
+
+def test_short_runs_are_visible(page: Page, unequal: Path) -> None:
+    """Next to a long run they end in the first tenth, above its losses, and take a few pixels."""
+    with serving(unequal) as url:
+        watch(page, url)
+        page.wait_for(f"document.querySelectorAll('{PLOT} .series').length === 5")
+        ends = page(f"""(() => {{
+          const {{box}} = charts.get('loss'), plot = document.querySelector('{PLOT}');
+          return Array.from(plot.querySelectorAll('.series'), series => {{
+            const marks = Array.from(series.querySelectorAll('.mark'), mark => mark.getCTM().f);
+            return [series.dataset.series, marks.some(y => y >= box.top && y <= box.bottom)];
+          }});
+        }})()""")
+        assert {name.split(", ")[-1]: seen for name, seen in ends} == {
+            "long": False, "a": True, "b": True, "c": True, "d": True,
+        }  # fmt: skip
+        assert page("charts.get('loss').sy.invert(charts.get('loss').box.top)") < 100
+
+
+def test_runs_with_equal_titles_show_what_differs(page: Page, tmp_path: Path) -> None:
+    """A store's digest, the folder's name, or its path where two folders have the same name."""
+    folders = ("muon-lr0.02-seed0-0123abcd", "again", "one/twin", "two/twin")
+    for name in folders:
+        write_lines(tmp_path / name, spec_of("muon"), [{"step": 10, "loss": 3.0}])
+    write_lines(tmp_path / "other", spec_of("adamw"), [{"step": 10, "loss": 3.0}])
+    with serving(tmp_path) as url:
+        watch(page, url)
+        shown = page("Array.from(document.querySelectorAll('#runs .which'), x => x.innerText)")
+    assert sorted(shown) == ["", "0123abcd", "again", "one/twin", "two/twin"]
+
+
 def test_keys_move_the_crosshair(page: Page, url: str, store: Path) -> None:
     watch(page, url)
     page(f"document.querySelector('{PLOT}').focus()")
@@ -375,6 +422,17 @@ def test_the_intervals_of_a_report(page: Page, report: Path) -> None:
     text = page(f"document.querySelector('{figure} .chart-tip b').textContent")
     half = 4.3027 * stdev([-0.06, -0.08, -0.10]) / sqrt(3)  # Student's, two degrees of freedom
     assert text == f"−0.0800 [−{0.08 + half:.4f}, −{0.08 - half:.4f}]"
+
+
+def test_headings_of_rows_are_not_on_the_band(page: Page, report: Path) -> None:
+    opened(page, report)
+    heading, band = page("""['.heading', '.band'].map(name => {
+      const drawn = document.querySelector(`#fig-small-differences ${name}`);
+      const {top, bottom} = drawn.getBoundingClientRect();
+      return [top, bottom];
+    })""")
+    assert heading[1] < band[0] + 2  # pixels, of the room below the letters
+    assert band[1] - band[0] > 40  # two rows
 
 
 def test_a_report_on_a_phone_on_paper_and_without_a_script(page: Page, report: Path) -> None:

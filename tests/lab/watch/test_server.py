@@ -164,6 +164,7 @@ def test_curves_are_sent_once(server: Server, store: Path) -> None:
         ("/api/metrics", 400),
         ("/api/metrics?run=muon&after=x", 400),
         ("/api/metrics?run=../../etc&after=0", 400),
+        ("/api/metrics?self=2", 400),  # a key that Python would take for an argument
         ("/spec.json", 404),
         ("/muon/spec.json", 404),
         ("/../store/muon/spec.json", 404),
@@ -177,6 +178,11 @@ def test_nothing_else_is_served(server: Server, path: str, status: int) -> None:
     assert answered == status
     assert b"optim" not in body
     assert b"root:" not in body
+
+
+def test_unknown_keys_are_ignored(server: Server) -> None:
+    assert len(ask(server, "/api/runs?self=2&key=x")["runs"]) == 2
+    assert ask(server, "/api/metrics?run=muon&after=0&self=2&key=x")["series"]
 
 
 def test_only_get(server: Server) -> None:

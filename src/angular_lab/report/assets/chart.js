@@ -8,6 +8,7 @@ const LabChart = (() => {
   const COLORS = 7; // the last one is the colour of text; then they repeat, with other dashes
   const DASHES = ['', '6 2.5', '1.5 2.5', '9 2.5 2 2.5'];
   const LINES = ['line', 'branch', 'dots', 'prediction'];
+  const STUB = 24; // pixels: a curve that is narrower shows its last point
   const FEW = 24; // a curve of at most this many points shows them
   const ROWS = 14; // of a tooltip
   const NARROW = 400; // pixels: below, there is no room for a tooltip next to the crosshair
@@ -293,6 +294,7 @@ const LabChart = (() => {
             low = Math.min(low, y);
             if (x >= late) high = Math.max(high, y);
           });
+          high = Math.max(high, this.ending(trace, ys, from, to, log));
         }
       }
       if (low > high) high = low;
@@ -300,6 +302,12 @@ const LabChart = (() => {
       const {top, bottom} = this.data.y, range = widen(low, high, log, 0.05);
       if (this.state.zoom || log !== this.data.y.log) return range;
       return [bottom ?? range[0], top !== null && top !== undefined && top < range[1] ? top : range[1]];
+    }
+
+    // A run that ended in the first tenth is visible, too: at its end, or where it began to diverge.
+    ending(trace, ys, from, to, log) {
+      const shown = ys.filter((y, i) => trace.x[i] >= from && trace.x[i] <= to && isFinite(y ?? NaN) && !(log && y <= 0));
+      return shown.length ? Math.min(shown[0], shown.at(-1)) : -Infinity;
     }
 
     // With `trim`, values of the first tenth do not squeeze the others, as in a report.
@@ -363,8 +371,10 @@ const LabChart = (() => {
       const {band} = this.data.x;
       if (band !== null && band !== undefined) {
         const from = Math.max(box.left, this.sx(-band)), to = Math.min(box.right, this.sx(band));
-        shape(grid, 'rect', {class: 'band', x: from, y: box.top, width: to - from, height: box.bottom - box.top});
-        shape(grid, 'path', {class: 'zero', d: `M${this.sx(0)} ${box.top}V${box.bottom}`});
+        for (const [top, bottom] of this.stretches()) {
+          shape(grid, 'rect', {class: 'band', x: from, y: top, width: to - from, height: bottom - top});
+          shape(grid, 'path', {class: 'zero', d: `M${this.sx(0)} ${top}V${bottom}`});
+        }
       }
       yTicks.forEach((value, i) => {
         const y = this.sy(value).toFixed(1);
@@ -389,6 +399,13 @@ const LabChart = (() => {
       }
       shape(grid, 'path', {class: 'axis', d: `M${box.left} ${box.bottom}H${box.right}`});
       this.xText = shape(words, 'text', {x: box.right, y: height - 3, 'text-anchor': 'end', class: 'name'});
+    }
+
+    // From where to where there are rows other than headings, which the band must not cross.
+    stretches() {
+      const edges = [-1, ...(this.data.y.headings || []), this.rows.length];
+      return edges.slice(1).map((end, i) => [edges[i] + 0.5, end - 0.5])
+        .filter(([top, bottom]) => bottom > top).map(ends => ends.map(row => this.sy(row)));
     }
 
     // What rows have in addition to their names: headings across, and notes at the right end.
@@ -475,7 +492,9 @@ const LabChart = (() => {
       if (trace.kind === 'branch') return all.slice(-1);
       if (trace.kind !== 'line') return all;
       const inside = all.filter(i => trace.x[i] >= this.range[0] && trace.x[i] <= this.range[1]);
-      return inside.length <= FEW ? inside : [];
+      if (inside.length <= FEW) return inside;
+      const [first, last] = [inside[0], inside.at(-1)].map(i => this.sx(trace.x[i]));
+      return last - first < STUB ? inside.slice(-1) : []; // its curve is hardly visible
     }
 
     mark(group, kind, x, y, more = 0) {

@@ -86,17 +86,19 @@ def closest_figure(sweeps: Sequence[SweepResults], key: str) -> Figure | None:
     """Draw each sweep's closest comparison at its last horizon; None if none has two seeds."""
     groups: dict[str, list[tuple[str, Difference]]] = {}
     for sweep in sweeps:
-        last = [_difference(sweep, a, b, sweep.horizons[-1]) for a, b in sweep.pairs]
-        judged = [row for row in last if row is not None and row.interval is not None]
+        judged = {
+            f"{a} against {b}": row
+            for a, b in sweep.pairs
+            if (row := _difference(sweep, a, b, sweep.horizons[-1])) is not None and row.interval
+        }
         if judged:
-            closest = min(judged, key=lambda row: abs(row.mean))
-            name = closest.pair if " against " in closest.pair else f"against {closest.pair}"
+            name, closest = min(judged.items(), key=lambda item: abs(item[1].mean))
             groups.setdefault(f"{sweep.experiment}: {name}", []).append(("", closest))
     if not groups:
         return None
     caption = (
-        "The closest comparison of every sweep at its last horizon: left of zero the method that "
-        f"the sweep is about is better. {READING}"
+        "The closest comparison of every sweep at its last horizon: left of zero the first "
+        f"method is better. {READING}"
     )
     return Figure(key, _panel(groups, "difference of losses"), caption)
 

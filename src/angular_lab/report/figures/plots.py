@@ -165,8 +165,16 @@ def _name_rows(axes: Any, panel: Panel) -> None:
     if panel.x_limits:
         axes.set_xlim(*panel.x_limits)
     if panel.x_band is not None:
-        axes.axvspan(-panel.x_band, panel.x_band, color="#808080", alpha=0.2, linewidth=0)
-        axes.axvline(0, color=COLORS[-1], linewidth=0.8)
+        for ends in stretches(panel):
+            axes.fill_betweenx(ends, -panel.x_band, panel.x_band, color="#808080", alpha=0.2,
+                               linewidth=0)  # fmt: skip
+            axes.vlines(0, *ends, color=COLORS[-1], linewidth=0.8)
+
+
+def stretches(panel: Panel) -> list[tuple[float, float]]:
+    """Return from where to where there are rows other than headings, from the top."""
+    edges = [-1, *panel.y_headings, len(panel.y_names)]
+    return [(a + 0.5, b - 0.5) for a, b in pairwise(edges) if b - a > 1]
 
 
 def _write_rows(axes: Any, panel: Panel) -> None:

@@ -210,9 +210,13 @@ def _other_cooldowns(sweep: SweepResults, trial: TrialResult) -> list[Run]:
 
 
 def loss_top(traces: Sequence[Trace]) -> float | None:
-    """Return where to cut off the losses of the first tenth, which would squeeze the others."""
+    """Return where to cut off the losses of the first tenth, which would squeeze the others.
+
+    A run that ended there stays visible: at its end, or where it began to diverge.
+    """
     end = max((x for trace in traces for x in trace.xs), default=0.0)
     late = [y for t in traces for x, y in zip(t.xs, t.ys, strict=True) if x >= 0.1 * end]
+    late += [min(trace.ys[0], trace.ys[-1]) for trace in traces if trace.ys]
     low = min((y for trace in traces for y in trace.ys), default=0.0)
     return max(late) + 0.05 * (max(late) - low) if late and max(late) > low else None
 

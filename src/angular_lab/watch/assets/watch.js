@@ -93,10 +93,18 @@ function names(ids) {
 
 const lossWords = value => value === null || value === undefined ? '–' : value.toFixed(4);
 
+const title = run => `${run.optimizer} ${run.lr} seed ${run.seed} · ${run.label}`;
+
+// What tells runs with the same title apart: the id, which commands accept, or the folder.
+function distinction(run) {
+  const [folder] = listed, isBelow = listed.length === 1 && run.id.startsWith(`${folder}/`);
+  return isBelow ? run.id.slice(folder.length + 1) : run.id;
+}
+
 function makeRow(id) {
   const box = element('input', {type: 'checkbox'});
   const row = element('label', {title: 'Alt or a long press shows only this run'}, box,
-    ...['name', 'state', 'bar', 'detail', 'reason'].map(name => element('span', {class: name})));
+    ...['name', 'state', 'which', 'bar', 'detail', 'reason'].map(name => element('span', {class: name})));
   row.querySelector('.bar').append(element('i'));
   box.addEventListener('change', () => toggle(id, false));
   let timer = 0, held = false;
@@ -118,13 +126,14 @@ function makeRow(id) {
   return item;
 }
 
-function fillRow(item, run, isSelected) {
+function fillRow(item, run, isSelected, isAmbiguous) {
   const row = item.firstChild, part = name => row.querySelector(`.${name}`);
   row.className = `${run.state}${isSelected ? ' selected' : ''}`;
   row.firstChild.checked = isSelected;
   row.style.setProperty('--color', isSelected ? colorOf(colors.get(run.id)) : '');
   part('name').replaceChildren(element('b', {}, `${run.optimizer} ${run.lr}`), ` seed ${run.seed} · ${run.label}`);
   part('name').title = run.folder;
+  part('which').textContent = isAmbiguous ? distinction(run) : '';
   part('state').textContent = run.state;
   part('bar').firstChild.style.width = `${100 * Math.min(1, run.step / run.steps)}%`;
   const best = run.best_loss !== null && run.best_loss < run.last_loss ? `, best ${lossWords(run.best_loss)}` : '';
@@ -149,7 +158,11 @@ function ageWords(seconds) {
 function drawList() {
   const ids = selected(), shown = sorted(), list = byId('runs');
   assignColors(ids);
-  shown.forEach(run => fillRow(rows.get(run.id) || makeRow(run.id), run, ids.includes(run.id)));
+  const times = new Map();
+  for (const run of runs.values()) times.set(title(run), (times.get(title(run)) || 0) + 1);
+  for (const run of shown) {
+    fillRow(rows.get(run.id) || makeRow(run.id), run, ids.includes(run.id), times.get(title(run)) > 1);
+  }
   const items = shown.map(run => rows.get(run.id));
   if (items.length !== list.children.length || items.some((item, i) => item !== list.children[i])) list.replaceChildren(...items);
   byId('shown').textContent = `${ids.length} of ${runs.size} shown`;
