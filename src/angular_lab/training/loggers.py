@@ -15,6 +15,7 @@ import io
 import json
 import logging
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -84,7 +85,7 @@ class TensorBoard:
 
 
 def _tensorboard_place(folder: Path) -> str:
-    return f"view it with tensorboard --logdir {folder}"
+    return f"view it with {shlex.join(['tensorboard', '--logdir', str(folder)])}"
 
 
 def _shown(folder: Path) -> tuple[int, int]:
