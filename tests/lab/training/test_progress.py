@@ -116,6 +116,8 @@ def test_without_a_terminal_every_line_is_plain(
     monkeypatch.setattr(screen, "QUIET", 1e6)
     train(tiny(data), tmp_path / "rare", device="cpu", shown="all")
     assert steps() == [1, 4, 8, 12], "the first line and the evaluations"
+    train(tiny(data, log_every=3, eval_every=None), tmp_path / "first", device="cpu", shown="all")
+    assert steps() == [3, 12], "the first logged step and the last one"
     monkeypatch.setattr(screen, "QUIET", 0.0)
     train(tiny(data, eval_every=None), tmp_path / "often", device="cpu")
     assert steps() == [*range(1, 13)]
