@@ -132,7 +132,8 @@ def store_as_asked(groups: Sequence[Group], states: Mapping[Tensor, State]) -> l
     for i, group in enumerate(groups):
         if group["algorithm"] != "matrix":
             continue
-        for p, name in zip(group["params"], parameter_names(group, i), strict=True):
+        # not strict: a framework may have replaced the parameters, which a later check explains
+        for p, name in zip(group["params"], parameter_names(group, i), strict=False):
             M = states[p].get("momentum_buffer") if p in states else None
             if M is not None and (M.dtype == torch.int8) != is_eight_bit(group):
                 replaced += convert_momentum(p, states[p], group, name)
