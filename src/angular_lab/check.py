@@ -199,10 +199,11 @@ def validation_tokens(data: Path) -> int:
 
 def _schedule(plan: Plan) -> Iterator[Finding]:
     spec, s = plan.spec, plan.spec.schedule
-    yield Finding("schedule", OK, f"{spec.steps:,} steps: {schedule(spec)}")
+    yield Finding("schedule", OK, f"{counted(spec.steps, 'step')}: {schedule(spec)}")
     if spec.eval_every and spec.eval_every > spec.steps:
         text = (
-            f"eval_every={spec.eval_every} and {spec.steps} steps: only the last one is evaluated"
+            f"eval_every={spec.eval_every} and {counted(spec.steps, 'step')}: only the last one is "
+            "evaluated"
         )
         yield Finding("schedule", WARNING, text, f"lower eval_every to {max(1, spec.steps // 10)}")
     if s.kind == "wsd" and not spec.decay_steps:
