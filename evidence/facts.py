@@ -34,9 +34,9 @@ def compute(kept: Kept) -> Facts:
     for subject in SUBJECTS:
         nested |= subject.facts(kept)
     facts = flatten(nested)
-    ratio = speed.time_ratio("adamw")
-    for name in ("teaser.adamw", "tuned_adamw"):  # fewer tokens are worth less if each takes longer
-        facts[f"{name}.speed_up.wall_clock"] = facts[f"{name}.speed_up.mean"] * ratio
+    if (ratio := speed.time_ratio("adamw")) is not None:
+        for name in ("teaser.adamw", "tuned_adamw"):
+            facts[f"{name}.speed_up.wall_clock"] = facts[f"{name}.speed_up.mean"] * ratio
     return facts
 
 

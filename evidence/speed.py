@@ -172,14 +172,11 @@ def measured_pace() -> Pace | None:
     return pace
 
 
-def time_ratio(other: str) -> float:
-    """Return the time per step of another optimizer over that of ours. Without a pace, of which the
-    optimizers took turns, by the steps of one after the other."""
-    if pace := measured_pace():
-        return pace.ratios(pace.of(other), pace.of(OURS)).median
-    speeds = _throughput()["M_per_second"]
-    ratio: float = speeds[OURS] / speeds[other]
-    return ratio
+def time_ratio(other: str) -> float | None:
+    """Return the time per step of another optimizer over that of ours; None without a pace, which
+    is the only source of factors in time."""
+    pace = measured_pace()
+    return pace.ratios(pace.of(other), pace.of(OURS)).median if pace else None
 
 
 def _bytes_pace() -> Pace:
