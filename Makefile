@@ -46,9 +46,8 @@ demo: $(VENV)/.demo
 	@echo "Starting the demo; the first lines of training follow in a few seconds ..."
 	@$(BIN)/angular-lab demo --out demo
 
-# Three workers on two cores: a third of the time, a test waits for processes that it started.
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n 3 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # The library without its slow tests, and runs of the lab's trainer.
 test-quick: $(VENV)/.installed

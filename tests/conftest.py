@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
 
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
-torch.set_num_threads(1)  # the suite already runs in several processes
+torch.set_num_threads(1)  # the suite already runs in two processes
 # Background jobs of a script ignore SIGINT, and so would their children. Tests send it to children.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
