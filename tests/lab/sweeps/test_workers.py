@@ -236,7 +236,8 @@ def test_workers_do_not_outlive_their_parent(data: Path, tmp_path: Path) -> None
             time.sleep(0.05)
         parent.kill()
         for number in (0, 1):
-            while "is saved; run the same command" not in log(tmp_path, number):
+            # in a run, which it saves, or between two of them
+            while "run the same command to continue" not in log(tmp_path, number):
                 assert time.monotonic() < end, log(tmp_path, number)
                 time.sleep(0.05)
 
