@@ -215,13 +215,11 @@ def _schedule(plan: Plan) -> Iterator[Finding]:
             f"the cooldown starts at step {spec.full_rate_until}, during the warmup of {s.warmup}"
         )
         yield Finding("schedule", WARNING, text, "lower schedule.warmup or schedule.decay")
-    if build.has_kappa(spec):
-        last = build.kappa(spec, spec.steps - 1)
-        if last > HARDLY:
-            fast = 5 / max(1, spec.steps - s.warmup)
-            text = f"kappa falls only to {last:.2f}: {spec.steps} steps are too few for it"
-            advice = f"optim.decay_scale={fast:.2g} lets it fall to {1 / 6:.2f}"
-            yield Finding("schedule", WARNING, text, advice)
+    if spec.has_kappa and (last := spec.kappa(spec.steps)) is not None and last > HARDLY:
+        fast = 5 / max(1, spec.steps - s.warmup)
+        text = f"kappa falls only to {last:.2f}: {spec.steps} steps are too few for it"
+        advice = f"optim.decay_scale={fast:.2g} lets it fall to {1 / 6:.2f}"
+        yield Finding("schedule", WARNING, text, advice)
 
 
 def _disk(plan: Plan) -> Iterator[Finding]:

@@ -18,7 +18,6 @@ from angular_lab.run_folder import RunFolder
 from angular_lab.sample import generate, load_run
 from angular_lab.training.ranks import Ranks
 from angular_lab.training.start import data_folder, train
-from angular_muown import inverse_polynomial
 
 log = logging.getLogger(__name__)
 # name, lr, aux_lr, weight decay: the best of each grid in results/demo_grid.json (for AdamW, the
@@ -88,11 +87,10 @@ def _say_what_comes(specs: Sequence[Spec]) -> None:
 
 def _about_kappa(spec: Spec) -> str:
     """Say how far kappa fell, and that its clock was scaled to the run."""
-    o, last = spec.optim, spec.steps - 1
-    kappa = inverse_polynomial(last, spec.schedule.warmup, o.decay_scale, o.decay_degree)
+    o = spec.optim
     return (
-        f"In the {OURS} run kappa falls from 1 to {kappa:.2f}, because its clock is scaled to the "
-        f"run: decay_scale is {KAPPA_FALL:g} / {spec.steps} steps = {o.decay_scale:.2g}. The "
+        f"In the {OURS} run kappa falls from 1 to {spec.kappa(spec.steps):.2f}, because its clock "
+        f"is scaled to the run: decay_scale is {KAPPA_FALL:g} / {spec.steps} steps = {o.decay_scale:.2g}. The "
         "default, 1e-3, is for runs of thousands of steps."
     )
 

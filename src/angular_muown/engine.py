@@ -20,7 +20,6 @@ from angular_muown.distributed.collectives import failing_together, watch
 from angular_muown.distributed.mesh import has_ranks, is_sharded
 from angular_muown.kernels.coverage import runs_on
 from angular_muown.params import options
-from angular_muown.params.eight_bit import scale_names
 from angular_muown.params.layout import Layout
 from angular_muown.params.loading import load_checked
 from angular_muown.params.options import (
@@ -40,6 +39,7 @@ from angular_muown.params.state import (
     state_bytes,
     states_of,
     store_as_asked,
+    vector_names,
 )
 from angular_muown.stages.context import State
 from angular_muown.update import Observer, Recipe, update_alone
@@ -410,8 +410,7 @@ class Engine(torch.optim.Optimizer):
         layout = Layout.of(batch.group)
         states = states_of(batch.states, batch.params, params)
         opened = [OpenParameter(p, s, layout) for p, s in zip(params, states, strict=True)]
-        names = (*recipe.state_names, *scale_names(batch.group))
-        for stack in stacks(opened, names, batch.group):
+        for stack in stacks(opened, vector_names(recipe, batch.group), batch.group):
             update_alone(stack, recipe, batch.group, self.observers)
         for one in opened:
             one.close()

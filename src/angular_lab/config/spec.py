@@ -200,6 +200,12 @@ class Spec:
     def tokens_per_step(self) -> int:
         return self.batch * self.model.sequence
 
+    @property
+    def has_kappa(self) -> bool:
+        """True if the optimizer has a kappa, and it falls."""
+        o = self.optim
+        return o.name == "angular_muown" and o.decay_scale > 0 and o.decay_degree > 0
+
     def kappa(self, step: int) -> float | None:
         """Return kappa at a logged step as it is computed: the optimizer's steps count from 0, the
         log's from 1. None for an optimizer without kappa, unless its learning rate falls alike."""

@@ -1,6 +1,5 @@
 """A run and the named run that it started from: what was changed, and where it stands."""
 
-import shlex
 from typing import Any
 
 from angular_lab.config.named_runs import NAMED_RUNS
@@ -10,6 +9,7 @@ from angular_lab.evaluations import read_evaluations
 from angular_lab.inspect.listing import Summary, age, summarize
 from angular_lab.report.tables import text_table
 from angular_lab.run_folder import Run
+from angular_lab.text import command
 
 # set by the commands `branch` and `trunk`, not by hand
 NOT_TYPED = ("name", "parent", "parent_step")
@@ -81,5 +81,4 @@ def _command(spec: Spec, changes: dict[str, tuple[str, str]]) -> str:
     """Return the command that trains the same run; "" where there is no single one."""
     if spec.parent or spec.name not in NAMED_RUNS or spec.optim.retired:
         return ""
-    settings = (f"{key}={value}" for key, (_, value) in changes.items())
-    return shlex.join(["angular-lab", "train", spec.name, *settings])
+    return command("train", spec.name, *(f"{key}={value}" for key, (_, value) in changes.items()))

@@ -12,8 +12,17 @@ from itertools import pairwise
 from pathlib import Path
 
 from angular_lab.errors import UserError
-from angular_lab.inspect.listing import is_locked, state_of, summarize
-from angular_lab.run_folder import PREFIX, STOPPED, Metrics, Run, RunFolder, parent_folder, read_run
+from angular_lab.inspect.listing import state_of, summarize
+from angular_lab.run_folder import (
+    PREFIX,
+    STOPPED,
+    Metrics,
+    Run,
+    RunFolder,
+    is_locked,
+    parent_folder,
+    read_run,
+)
 from angular_lab.text import command, counted, short_bytes, short_number
 
 TORN = "is half-written"  # only a last line can be

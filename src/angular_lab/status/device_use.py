@@ -21,17 +21,19 @@ def device_use(threads: int, uuid: str | None = None) -> dict[str, Any]:
     """Return the load per core, the part of it that this run's own threads may cause and, with the
     UUID of a GPU, the other processes on it and their memory. What cannot be known is None."""
     count = os.cpu_count() or 1
-    found: dict[str, Any] = {"load": _load(count), "own_load": round(threads / count, 4)}
+    load = _load()
+    per_core = None if load is None else round(load / count, 4)
+    found: dict[str, Any] = {"load": per_core, "own_load": round(threads / count, 4)}
     if uuid is not None:
         processes, memory = other_processes(uuid)
         found |= {"other_gpu_processes": processes, "other_gpu_gib": memory}
     return found
 
 
-def _load(cores: int) -> float | None:
-    """Return the load of the last minute, per core."""
+def _load() -> float | None:
+    """Return the load of the last minute."""
     try:
-        return round(os.getloadavg()[0] / cores, 4)
+        return os.getloadavg()[0]
     except OSError:
         return None
 
@@ -87,10 +89,7 @@ class DeviceUse:
 def look(gpu: str | None = None, own_mib: float = 0.0) -> DeviceUse:
     """Look at the load and, if given, at the GPU with this UUID, on which this process runs and has
     reserved `own_mib`."""
-    cores = os.cpu_count() or 1
-    per_core = _load(cores)
-    load = None if per_core is None else per_core * cores
-    use = DeviceUse(load, cores, gpu is not None, own_mib=own_mib)
+    use = DeviceUse(_load(), os.cpu_count() or 1, gpu is not None, own_mib=own_mib)
     if gpu is None:
         return use
     with suppress(OSError, ValueError, subprocess.SubprocessError):

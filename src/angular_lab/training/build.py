@@ -274,19 +274,6 @@ def matrix_factor(spec: Spec, step: int) -> float:
     return inverse_polynomial(step, s.warmup, s.fall, 1.0)
 
 
-def has_kappa(spec: Spec) -> bool:
-    """True if the optimizer has a kappa, and it falls."""
-    o = spec.optim
-    known = inspect.signature(OPTIMIZERS[o.name]).parameters if o.name in OPTIMIZERS else {}
-    return "decay_scale" in known and o.decay_scale > 0 and o.decay_degree > 0
-
-
-def kappa(spec: Spec, step: int) -> float:
-    """Return the optimizer's kappa at a step, counted from 0."""
-    o = spec.optim
-    return inverse_polynomial(step, spec.schedule.warmup, o.decay_scale, o.decay_degree)
-
-
 def balance_experts(model: LanguageModel, ranks: Ranks) -> None:
     """Move the routers of a mixture towards equal load, counted over all ranks; after a step."""
     for load in model.loads():

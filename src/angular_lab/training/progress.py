@@ -20,7 +20,7 @@ from angular_lab.status.clock import COMPILING, PHASES, Clock
 from angular_lab.status.device_use import device_use
 from angular_lab.status.screen import Row, Screen, Shown, Smoothed, Status
 from angular_lab.text import command, counted, measured_time, short_number
-from angular_lab.training import build, checkpoint
+from angular_lab.training import checkpoint
 from angular_lab.training.loggers import Logger, close_loggers, make_loggers
 from angular_lab.training.ranks import Ranks
 
@@ -237,8 +237,8 @@ def schedule(spec: Spec) -> str:
     parts = [f"{s.kind}, {counted(s.warmup, 'step')} of warmup"]
     if s.kind == "wsd":
         parts.append(f"{spec.decay_steps:,} of cooldown")
-    if build.has_kappa(spec):
-        parts.append(f"kappa to {build.kappa(spec, spec.steps - 1):.2f}")
+    if spec.has_kappa:
+        parts.append(f"kappa to {spec.kappa(spec.steps):.2f}")
     return ", ".join(parts)
 
 

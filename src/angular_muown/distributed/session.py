@@ -28,10 +28,10 @@ from angular_muown.distributed.mesh import (
 )
 from angular_muown.distributed.reductions import ShardedReductions
 from angular_muown.kernels.coverage import covers_shards, knows, runs_on
-from angular_muown.params.eight_bit import scale_names
 from angular_muown.params.layout import Layout
 from angular_muown.params.options import Group, parameter_names, seed
 from angular_muown.params.stacks import MatrixView, Stack, kind_of
+from angular_muown.params.state import vector_names
 from angular_muown.stages.orthogonalize import Iteration
 from angular_muown.update import Observer, Recipe, resume, update
 
@@ -112,8 +112,7 @@ Exchanges = list[tuple[ExchangeGroup, list[SharedParameter]]]
 
 def views_of(shared: SharedParameter) -> Iterator[MatrixView]:
     """Yield the matrices of a parameter one by one, in the order of `tasks_of`."""
-    names = (*shared.recipe.state_names, *scale_names(shared.group))
-    for view in shared.opened.views(names):
+    for view in shared.opened.views(vector_names(shared.recipe, shared.group)):
         yield from view.per_matrix
 
 

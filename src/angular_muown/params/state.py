@@ -67,7 +67,7 @@ def ensure_states(
     Every step calls this. Each parameter is looked up once, because hashing a tensor costs the host
     more than everything else here.
     """
-    required = {"step", *(_vectors(recipe, group) if recipe else ())}
+    required = {"step", *(vector_names(recipe, group) if recipe else ())}
     master = group["write_back"] == "master"
     if group["average"] is not None:
         required.add("average")
@@ -110,15 +110,15 @@ def _init_matrices(
         device = p.device if group["capturable"] else "cpu"
         state["step"] = torch.zeros((), dtype=torch.float32, device=device)
         state["momentum_buffer"] = zeros_like(p, momentum_dtype(group, compute))
-    for name in _vectors(recipe, group):
+    for name in vector_names(recipe, group):
         if name not in state:
             state[name] = zero_vector(p, Layout.of(group), name, compute)
     if group["write_back"] == "master" and p.dtype != compute and "master" not in state:
         state["master"] = zeros_like(p, compute).copy_(p)
 
 
-def _vectors(recipe: Recipe, group: Group) -> tuple[str, ...]:
-    """Return the names of the vectors that a step needs."""
+def vector_names(recipe: Recipe, group: Group) -> tuple[str, ...]:
+    """Return the names of the vectors that a step needs: those of its stages and of 8 bits."""
     return (*recipe.state_names, *scale_names(group))
 
 

@@ -85,7 +85,7 @@ def test_branches_of_an_extended_trunk_are_those_of_the_longer_one(data, tmp_pat
     ],
 )
 def test_only_a_constant_learning_rate_can_be_extended(schedule, steps, message) -> None:
-    """0.02 of 12 and of 24 steps is no step: that rate is constant too."""
+    """0.02 of 12 and of 24 steps rounds to zero steps: that learning rate is constant, too."""
     spec = Spec(steps=12, schedule=ScheduleSpec(warmup=2, **schedule))
     if message is None:
         assert extended_spec(spec, steps).steps == steps
