@@ -90,8 +90,8 @@ def _about_kappa(spec: Spec) -> str:
     o = spec.optim
     return (
         f"In the {OURS} run kappa falls from 1 to {spec.kappa(spec.steps):.2f}, because its clock "
-        f"is scaled to the run: decay_scale is {KAPPA_FALL:g} / {spec.steps} steps = {o.decay_scale:.2g}. The "
-        "default, 1e-3, is for runs of thousands of steps."
+        f"is scaled to the run: decay_scale is {KAPPA_FALL:g} / {spec.steps} steps = "
+        f"{o.decay_scale:.2g}. The default, 1e-3, is for runs of thousands of steps."
     )
 
 
