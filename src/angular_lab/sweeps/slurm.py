@@ -16,13 +16,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
-
 from angular_lab.config.spec import ModelSpec
 from angular_lab.errors import UserError
+from angular_lab.experiments.cost import model_size
 from angular_lab.experiments.definition import Experiment
 from angular_lab.log import configure_logging
-from angular_lab.models import build_model
 from angular_lab.run_folder import is_locked
 from angular_lab.sweeps.progress import SweepProgress
 from angular_lab.sweeps.sweep import AGAIN, WAIT, Sweep
@@ -46,13 +44,13 @@ class Resources:
 
     minutes: int
     memory: int  # GB
-    gpus: int = 1
-    cpus: int = 8
+    gpus: int
+    cpus: int
+    max_requeues: int
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
     max_parallel: int | None = None  # tasks that run at the same time
-    max_requeues: int = 10
     more: tuple[tuple[str, Any], ...] = ()  # submitit's own parameters
 
     def check(self) -> None:
@@ -118,9 +116,7 @@ class Resources:
 def default_memory(models: Sequence[ModelSpec]) -> int:
     """Return the GB of host memory for a job: 8, and twice the weights and state in float32, which
     are 16 bytes per parameter; in steps of 8, at least 16."""
-    with torch.device("meta"):
-        built = [build_model(model) for model in {*models}]
-    largest = max(sum(p.numel() for p in model.parameters()) for model in built)
+    largest = max(model_size(model)[0] for model in {*models})
     return max(16, 8 * ceil((8 + 2 * 16 * largest / 1e9) / 8))
 
 

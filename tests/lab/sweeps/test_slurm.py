@@ -31,7 +31,7 @@ from tests.lab.runs import LIMIT
 from tests.lab.sweeps.fake_slurm import FakeSlurm
 from tests.lab.sweeps.small import metrics, record, small, sweep
 
-RESOURCES = slurm.Resources(minutes=10, memory=16, max_requeues=2)
+RESOURCES = slurm.Resources(minutes=10, memory=16, gpus=1, cpus=8, max_requeues=2)
 pytestmark = pytest.mark.timeout(2 * LIMIT)
 
 
