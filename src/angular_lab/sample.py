@@ -69,7 +69,7 @@ def load_run(
     ranks = Ranks(0, 1, torch.device(device))
     averages = Averages(model, names)
     try:
-        checkpoint.load(folder, model, None, ranks, averages)
+        checkpoint.load(folder, model, None, ranks, [averages])
     except checkpoint.DamagedError as error:
         raise error.advise("use it with --step {}") from None
     for window in names:

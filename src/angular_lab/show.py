@@ -65,7 +65,8 @@ def _plan(optimizer: torch.optim.Optimizer) -> str:
 
 def _bytes(model: LanguageModel, optimizer: torch.optim.Optimizer, spec: Spec) -> int:
     """Return the bytes of weights, gradients, the optimizer's state and averages."""
-    averages = 4 * len(spec.averages) * sum(p.numel() for p in model.parameters())
+    kept = len(spec.averages) + 2 * bool(spec.extrapolate.strength)
+    averages = 4 * kept * sum(p.numel() for p in model.parameters())
     return 2 * build.weight_bytes(model) + build.state_bytes(optimizer) + averages
 
 

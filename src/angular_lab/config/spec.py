@@ -48,8 +48,11 @@ class OptimSpec:
     weight_decay: float = 0.0  # of the matrices
     aux_weight_decay: float = 0.0  # of embeddings, heads, norms
     momentum: float = 0.95  # of the matrices
+    momentum_start: float | None = None  # where it starts and ends; none: it stays constant
+    momentum_ramp: int = 300  # steps from momentum_start to momentum, and back at the end
     beta1: float = 0.9  # Adam's first decay rate
     beta2: float = 0.95  # Adam's second decay rate
+    aux_beta2: float | None = None  # the same for embeddings, heads, norms; none: as beta2
     decay_scale: float = 1e-3  # kappa = (1 + decay_scale (t - warmup))^(-decay_degree)
     decay_degree: float = 1.0  # 0: kappa stays at 1
     scale: str | None = None  # of a step, by the matrix's shape; none: the optimizer's own
@@ -75,6 +78,16 @@ class ScheduleSpec:
     decay: float = 0.1  # share of the steps in the linear cooldown (wsd)
     decay_steps: int | None = None  # the same as a number of steps; none: by share
     fall: float = 0.0  # c of a further (1 + c (t - warmup))^(-1) on the matrices' learning rate
+
+
+@dataclass(frozen=True)
+class ExtrapolateSpec:
+    """Take gradients, and step from there, ahead of the weights (`training/extrapolation.py`)."""
+
+    strength: float = 0.0  # b, the move ahead in average steps, at the full learning rate; 0: off
+    decay: float = 0.99  # of the average of past steps
+    start: float = 0.1  # share of the steps before it
+    end: float = 0.7  # share of the steps after which there is none
 
 
 @dataclass(frozen=True)
@@ -117,6 +130,7 @@ class Spec:
     model: ModelSpec = field(default_factory=ModelSpec)
     optim: OptimSpec = field(default_factory=OptimSpec)
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
+    extrapolate: ExtrapolateSpec = field(default_factory=ExtrapolateSpec)
     dashboard: DashboardSpec = field(default_factory=DashboardSpec)
 
     def __post_init__(self) -> None:
@@ -165,6 +179,33 @@ class Spec:
         if s.kind == "wsd" and self.decay_steps > self.steps:
             raise UserError(
                 f"schedule.decay_steps={s.decay_steps}: the run has {self.steps} steps; lower it"
+            )
+        self._check_trials()
+
+    def _check_trials(self) -> None:
+        """Check the settings that depend on the number of steps, which a trunk does not have."""
+        part, o = self.extrapolate, self.optim
+        bounds = {
+            "extrapolate.strength": (part.strength, 0 <= part.strength < 1, "from 0 to below 1"),
+            "extrapolate.decay": (part.decay, 0 < part.decay < 1, "between 0 and 1"),
+            "extrapolate.start": (part.start, 0 <= part.start <= part.end, "from 0 to its end"),
+            "extrapolate.end": (part.end, part.end <= 1, "at most 1"),
+            "optim.momentum_ramp": (o.momentum_ramp, o.momentum_ramp >= 1, "at least 1"),
+        }
+        for key, (value, valid, expected) in bounds.items():
+            if not valid:
+                raise UserError(f"{key}={value:g}: it must be {expected}")
+        for key in ("extrapolate.strength", "optim.momentum_start"):
+            value = get(self, key)
+            if value and (self.schedule.kind == "constant" or self.parent):
+                raise UserError(
+                    f"{key}={value:g} depends on the number of steps, and runs that branch off a "
+                    "trunk differ in it: train each run from its start, with schedule.kind=wsd"
+                )
+        if part.strength and self.precision == "bf16_weights":
+            raise UserError(
+                f"extrapolate.strength={part.strength:g} with precision=bf16_weights: moves as "
+                "short as that are lost in 16 bits; set precision=bf16"
             )
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 from angular_lab.config.named_runs import named_run
 from angular_lab.data.shards import Manifest
 from angular_lab.errors import UserError
-from angular_lab.experiments import ablations, extensions, one_pass, published
+from angular_lab.experiments import ablations, extensions, one_pass, published, trials
 from angular_lab.experiments.definition import (
     HORIZONS,
     OURS,
@@ -156,6 +156,8 @@ EXPERIMENTS: dict[str, Callable[[str], Experiment]] = {
     "storage": extensions.storage,
     "one-pass": one_pass.one_pass,
     "one-pass-long": one_pass.one_pass_long,
+    "trials": trials.trials,
+    "one-pass-closest": trials.closest,
 }
 
 

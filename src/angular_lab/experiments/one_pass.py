@@ -86,7 +86,7 @@ WHOLE: Grids = (
 )
 
 
-def _spec(scale: str, method: str, schedule: str) -> Spec:
+def spec_of(scale: str, method: str, schedule: str) -> Spec:
     """Evaluated at the horizons alone."""
     name, spec = method.partition(",")[0], base(scale)
     spec = trained_by(spec, name, **CHANGES.get(method, {}))
@@ -97,7 +97,7 @@ def _spec(scale: str, method: str, schedule: str) -> Spec:
 
 def _arms(scale: str, grids: Grids) -> tuple[Arm, ...]:
     return tuple(
-        Arm(f"{method}, {schedule}", _spec(scale, method, schedule), rates)
+        Arm(f"{method}, {schedule}", spec_of(scale, method, schedule), rates)
         for method, schedule, rates in grids
     )
 

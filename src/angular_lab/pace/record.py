@@ -30,7 +30,7 @@ SHARED = "-shared"  # ends the name of a file whose times are not those of one p
 # where the data is, and what happens between steps. A new setting counts unless it is added here.
 OPTIM_VALUES = frozenset({
     "lr", "aux_lr", "radius_lr", "weight_decay", "aux_weight_decay", "momentum", "beta1", "beta2",
-    "decay_scale", "decay_degree", "row_beta",
+    "decay_scale", "decay_degree", "row_beta", "aux_beta2", "momentum_start", "momentum_ramp",
 })  # fmt: skip
 TIMELESS = frozenset({
     "name", "data", "steps", "seed", "eval_every", "eval_tokens", "save_every", "keep", "pins",

@@ -146,6 +146,8 @@ def make_optimizer(model: LanguageModel, spec: Spec) -> torch.optim.Optimizer:
     for group in groups:
         if group["algorithm"] == "adamw":
             group["fused"] = fused
+            if o.aux_beta2 is not None:
+                group["betas"] = (o.beta1, o.aux_beta2)
     try:
         if o.name == "adamw":
             return torch.optim.AdamW(
@@ -188,7 +190,8 @@ def checkpoint_bytes(spec: Spec, model: LanguageModel, optimizer: torch.optim.Op
     """Return the bytes of one checkpoint, computed; a few percent above what is written."""
     saved = model.state_dict()  # with both names of a tied weight
     weights = sum(x.numel() * x.element_size() for x in saved.values())
-    averages = 4 * len(spec.average) * sum(p.numel() for p in model.parameters())
+    kept = len(spec.average) + bool(spec.extrapolate.strength)
+    averages = 4 * kept * sum(p.numel() for p in model.parameters())
     index = PER_TENSOR * STATES * len(saved)
     return int(1.05 * (weights + state_bytes(optimizer) + averages)) + index
 
@@ -221,6 +224,11 @@ def _check_meaning(o: OptimSpec) -> None:
                 f"optim.{key}={value} has no meaning for optim.name={o.name}: leave it at "
                 f"{'none' if usual is None else usual}"
             )
+    if o.momentum_start is not None and o.name == "adamw":
+        raise UserError(
+            f"optim.momentum_start={o.momentum_start:g} has no meaning for optim.name=adamw: leave "
+            "it at none"
+        )
     if o.orthogonalize != "tangent" and o.tangent_steps != OptimSpec().tangent_steps:
         raise UserError(
             f"optim.tangent_steps={o.tangent_steps} has no meaning for optim.orthogonalize="
@@ -230,7 +238,8 @@ def _check_meaning(o: OptimSpec) -> None:
 
 def _plain(group: dict[str, Any], weight_decay: float) -> dict[str, Any]:
     """Return a group of the plan for AdamW: hidden matrices decay, the rest as planned."""
-    settings = {key: group[key] for key in ("params", "lr", "weight_decay") if key in group}
+    known = ("params", "lr", "weight_decay", "betas")
+    settings = {key: group[key] for key in known if key in group}
     return {"weight_decay": weight_decay, **settings}
 
 
@@ -272,6 +281,15 @@ def matrix_factor(spec: Spec, step: int) -> float:
     """Return a further factor on the matrices' learning rate: kappa, for optimizers without one."""
     s = spec.schedule
     return inverse_polynomial(step, s.warmup, s.fall, 1.0)
+
+
+def momentum(spec: Spec, step: int) -> float:
+    """Return the momentum at a step, counted from 0."""
+    o = spec.optim
+    if o.momentum_start is None:
+        return o.momentum
+    share = min(1.0, step / o.momentum_ramp, (spec.steps - 1 - step) / o.momentum_ramp)
+    return o.momentum_start + share * (o.momentum - o.momentum_start)
 
 
 def balance_experts(model: LanguageModel, ranks: Ranks) -> None:

@@ -12,12 +12,12 @@ import os
 import pickle
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -28,7 +28,6 @@ from torch.utils._pytree import tree_leaves
 from angular_lab.errors import UserError
 from angular_lab.run_folder import PREFIX, write_atomically
 from angular_lab.text import short_bytes
-from angular_lab.training.averages import Averages
 from angular_lab.training.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -49,6 +48,13 @@ PLAIN = (
     *(("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")),
     *(("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")),
 )
+
+
+class SavedAverages(Protocol):
+    """Averages by their names, each with the number of steps in it and its tensors."""
+
+    def state(self) -> dict[str, Any]: ...
+    def load(self, state: Mapping[str, Any]) -> None: ...
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -77,7 +83,7 @@ def save(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     ranks: Ranks,
-    averages: Averages,
+    averages: Sequence[SavedAverages],
 ) -> None:
     """Write a checkpoint; `counters` holds at least "step". Raises OSError if it cannot."""
     step = counters["step"]
@@ -132,7 +138,7 @@ def _content(
     counters: dict[str, int],
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    averages: Averages,
+    averages: Sequence[SavedAverages],
 ) -> dict[str, Any]:
     gradients = [(p, p.grad) for p in model.parameters()]
     if not optimizer.state:
@@ -143,7 +149,7 @@ def _content(
     weights, state = get_state_dict(model, optimizer)
     for p, gradient in gradients:
         p.grad = gradient
-    parts = {"model": weights, "optimizer": state, "average": averages.state()}
+    parts = {"model": weights, "optimizer": state, "average": _states(averages)}
     return {**parts, "counters": counters}
 
 
@@ -152,7 +158,7 @@ def load(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     ranks: Ranks,
-    averages: Averages | None = None,
+    averages: Sequence[SavedAverages] = (),
 ) -> dict[str, int]:
     """Load into model and, where given, optimizer and averages, and return the counters. Raises
     DamagedError if a file does not match its hash."""
@@ -167,8 +173,7 @@ def load(
         saved = reader.read_metadata().state_dict_metadata
         if optimizer is not None:
             _leave_out_new_settings(state, saved)
-        if averages is not None:
-            content["average"] = _averages_in(saved, averages)
+        content["average"] = _averages_in(saved, averages)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(content, storage_reader=reader, planner=planner, no_dist=ranks.world == 1)
@@ -183,8 +188,8 @@ def load(
         model_state_dict=content["model"],
         optim_state_dict=content.get("optimizer", {}),
     )
-    if averages is not None:
-        averages.load(content["average"])
+    for part in averages:
+        part.load(content["average"])
     return content["counters"]
 
 
@@ -198,10 +203,14 @@ def _leave_out_new_settings(state: dict[str, Any], saved: Mapping[str, Any]) -> 
                 del group[key]
 
 
-def _averages_in(saved: Mapping[str, Any], averages: Averages) -> dict[str, Any]:
+def _states(averages: Sequence[SavedAverages]) -> dict[str, Any]:
+    return {name: state for part in averages for name, state in part.state().items()}
+
+
+def _averages_in(saved: Mapping[str, Any], averages: Sequence[SavedAverages]) -> dict[str, Any]:
     """Return the averages that the checkpoint has; other windows of a branch begin with it."""
-    windows = averages.state().items()
-    return {window: part for window, part in windows if f"average.{window}.count" in saved}
+    states = _states(averages).items()
+    return {name: state for name, state in states if f"average.{name}.count" in saved}
 
 
 Point = dict[str, Any]
@@ -211,14 +220,17 @@ def to_memory(
     counters: dict[str, int],
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    averages: Averages,
+    averages: Sequence[SavedAverages],
 ) -> Point:
     """Copy what `save` writes, for a later run of this process to start from."""
     return copy.deepcopy(_content(counters, model, optimizer, averages))
 
 
 def from_memory(
-    point: Point, model: nn.Module, optimizer: torch.optim.Optimizer, averages: Averages
+    point: Point,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    averages: Sequence[SavedAverages],
 ) -> dict[str, int]:
     content = copy.deepcopy(point)  # an optimizer may keep the tensors it is given
     set_state_dict(
@@ -227,7 +239,8 @@ def from_memory(
         model_state_dict=content["model"],
         optim_state_dict=content["optimizer"],
     )
-    averages.load(content["average"])
+    for part in averages:
+        part.load(content["average"])
     return content["counters"]
 
 

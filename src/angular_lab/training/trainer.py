@@ -21,6 +21,7 @@ from angular_lab.text import command
 from angular_lab.training import build, checkpoint
 from angular_lab.training.averages import Averages
 from angular_lab.training.evaluate import Samples, autocast_of, evaluate
+from angular_lab.training.extrapolation import Extrapolation
 from angular_lab.training.nonfinite import NotFinite, OnHost, culprit, weights_are_finite
 from angular_lab.training.progress import Progress
 from angular_lab.training.ranks import Ranks
@@ -68,6 +69,8 @@ class Trainer:
         if not spec.angle_every:
             self.monitor.close()
         self.averages = Averages(self.model, spec.averages)
+        self.extrapolation = Extrapolation(self.model, spec)
+        self.saved_averages = (self.averages, self.extrapolation)
         self.progress = Progress(spec, run, ranks, self.model, data, shown)
         self.samples = Samples(self.validation, ranks.device) if spec.sample_every else None
         self.skipped = 0
@@ -77,10 +80,12 @@ class Trainer:
         known = self.models.points.get(source.resolve()) if self.models else None
         if known is None:
             counters = checkpoint.load(
-                source, self.model, self.optimizer, self.ranks, self.averages
+                source, self.model, self.optimizer, self.ranks, self.saved_averages
             )
         else:
-            counters = checkpoint.from_memory(known, self.model, self.optimizer, self.averages)
+            counters = checkpoint.from_memory(
+                known, self.model, self.optimizer, self.saved_averages
+            )
         self.step, self.skipped = counters["step"], counters["skipped"]
         self.monitor.read()  # loading takes a dummy step, which it measured
 
@@ -112,9 +117,12 @@ class Trainer:
 
     def take_step(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Take one step and return its loss. Nothing is measured, logged or saved."""
+        self.extrapolation.move(self.step)
         loss = self.forward_backward(tokens, targets)
         if self.is_finite(tokens, targets):
             self.update()
+        else:
+            self.extrapolation.undo()
         self.step += 1
         return loss
 
@@ -136,8 +144,12 @@ class Trainer:
         factor = build.lr_factor(self.spec, self.step)
         falling = build.matrix_factor(self.spec, self.step)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate * factor * (falling if group.get("algorithm") == "matrix" else 1)
+            group["lr"] = rate * factor
+            if group.get("algorithm") == "matrix":
+                group["lr"] *= falling
+                group["momentum"] = build.momentum(self.spec, self.step)
         self.optimizer.step()
+        self.extrapolation.update()
         self.averages.update()
         self.passes.clear()
         build.balance_experts(self.model, self.ranks)
@@ -247,11 +259,11 @@ class Trainer:
             self.run.sync_metrics()
         counters = {"step": self.step, "skipped": self.skipped}
         parts = self.model, self.optimizer
-        checkpoint.save(self.run.checkpoints, counters, *parts, self.ranks, self.averages)
+        checkpoint.save(self.run.checkpoints, counters, *parts, self.ranks, self.saved_averages)
         if self.models and self.ranks.world == 1 and self.step in self.spec.pinned:
             point = checkpoint.step_folder(self.run.checkpoints, self.step).resolve()
             last = {p: v for p, v in self.models.points.items() if p.parent == point.parent}
-            state = checkpoint.to_memory(counters, *parts, self.averages)
+            state = checkpoint.to_memory(counters, *parts, self.saved_averages)
             self.models.points = {**last, point: state}  # of one trunk at a time
         if self.ranks.first:
             checkpoint.prune(self.run.checkpoints, self.spec.keep, self.spec.pinned)

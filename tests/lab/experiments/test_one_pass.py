@@ -5,10 +5,11 @@ from math import isclose
 
 import pytest
 
-from angular_lab.config.spec import Spec
+from angular_lab.config.spec import Spec, get, keys
 from angular_lab.experiments.comparison import experiment
 from angular_lab.experiments.definition import SCALES
 from angular_lab.experiments.one_pass import GRIDS, SCHEDULES, STEPS, WHOLE
+from angular_lab.experiments.trials import BASELINE
 
 SPECS = {arm.label: arm.spec for arm in experiment("one-pass", "s").arms}
 
@@ -61,3 +62,31 @@ def test_the_whole_corpus_differs_from_a_quarter_in_its_length_and_rates_alone()
     assert len(plan.seeds) == 4
     assert all(arm.spec == SPECS[arm.label] for arm in plan.arms)
     assert {method for method, _, _ in WHOLE} == {method for method, _, _ in GRIDS}
+
+
+def test_trials_differ_from_the_baseline_in_what_they_are_named_for() -> None:
+    quarter, whole = experiment("trials", "s"), experiment("one-pass-closest", "s")
+    usual = SPECS[BASELINE]
+    assert quarter.arms[0].spec == usual
+    for arm in quarter.arms[1:]:
+        changed = {key for key in keys(usual) if get(arm.spec, key) != get(usual, key)}
+        parts = {"extrapolation": "extrapolate.strength", "aux_beta2": "optim.aux_beta2",
+                 "momentum from": "optim.momentum_start",
+                 "momentum 0": "optim.momentum"}  # fmt: skip
+        assert changed == {"average", *(key for name, key in parts.items() if name in arm.label)}
+        assert arm.values == ((1.6e-2,) if "lr 0.016" in arm.label else (2.5e-2,))
+    assert {arm.label: arm.spec for arm in whole.arms}.items() >= {
+        arm.label: arm.spec for arm in quarter.arms
+    }.items()
+
+
+def test_the_closest_methods_are_those_of_the_whole_corpus_at_their_chosen_rates() -> None:
+    plan = experiment("one-pass-closest", "s")
+    whole = {arm.label: arm for arm in experiment("one-pass-long", "s").arms}
+    shared = [arm for arm in plan.arms if arm.label in whole]
+    assert len(shared) == 3
+    for arm in shared:
+        assert arm.spec == whole[arm.label].spec
+        assert set(arm.values) <= set(whole[arm.label].values)
+    assert plan.seeds == (1, 2, 3, 4)
+    assert plan.tuning_seed == 0

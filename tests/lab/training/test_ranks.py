@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from angular_lab.config.spec import Spec
+from angular_lab.config.spec import ExtrapolateSpec, Spec
 from angular_lab.training.start import train
 from tests.lab.runs import LIMIT, SERVER, free_port, lines, stopped_copy, tiny, wait_all
 
@@ -46,7 +46,8 @@ def spec_of(data: Path, **values: Any) -> Spec:
 
 
 def with_optimizer(data: Path, name: str) -> Spec:
-    base = tiny(data, parallel="fsdp", steps=8, angle_every=None)
+    ahead = ExtrapolateSpec(strength=0.5 if name == "muown" else 0.0)
+    base = tiny(data, parallel="fsdp", steps=8, angle_every=None, extrapolate=ahead)
     return replace(base, optim=replace(base.optim, name=name, lr=OPTIMIZERS[name]))
 
 

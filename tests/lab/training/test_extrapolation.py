@@ -1,0 +1,142 @@
+"""Extrapolation, and the other settings that are on trial."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from angular_lab.config.spec import ExtrapolateSpec, OptimSpec, Spec
+from angular_lab.training import build
+from angular_lab.training.extrapolation import Extrapolation
+from angular_lab.training.ranks import Ranks
+from angular_lab.training.start import train
+from angular_lab.training.trainer import Trainer
+from tests.lab.runs import lines, stopped_copy, tiny
+
+ON = ExtrapolateSpec(strength=0.5, decay=0.8, start=0.25, end=0.75)
+
+
+def tried(data: Path, **values) -> Spec:
+    """All settings on trial at once."""
+    spec = tiny(data)
+    optim = replace(spec.optim, momentum_start=0.8, momentum_ramp=4, aux_beta2=0.99)
+    return replace(spec, **{"extrapolate": ON, "optim": optim, **values})
+
+
+def test_the_iteration_is_the_published_one() -> None:
+    """W <- A(W + b E), E <- d E + (1 - d) (W - W before), where A is gradient descent."""
+    spec = Spec(steps=8, extrapolate=ON, schedule=replace(Spec().schedule, warmup=0, decay=0.5))
+    model = nn.Linear(3, 2, bias=False).double()
+    start = model.weight.detach().clone()
+    ahead = Extrapolation(model, spec)
+    for step in range(spec.steps):
+        ahead.move(step)
+        with torch.no_grad():
+            model.weight -= 0.1 * model.weight**3  # the gradient of the sum of w^4 / 4
+        ahead.update()
+    W, E = start, torch.zeros_like(start)
+    for step in range(spec.steps):
+        b = 0.5 * build.lr_factor(spec, step) if 2 <= step < 6 else 0.0
+        Y = W + b * E
+        after = Y - 0.1 * Y**3
+        E = 0.8 * E + 0.2 * (after - W)
+        W = after
+    torch.testing.assert_close(model.weight.detach(), W)
+    assert [ahead.strength(step) for step in (1, 2, 5, 6)] == [0.0, 0.5, 0.3, 0.0]
+
+
+def test_without_strength_nothing_is_stored_and_nothing_moves() -> None:
+    model = nn.Linear(3, 2)
+    ahead = Extrapolation(model, Spec())
+    before = model.weight.detach().clone()
+    ahead.move(500)
+    ahead.update()
+    ahead.undo()
+    assert ahead.state() == {}
+    assert ahead.weights == []
+    assert torch.equal(model.weight, before)
+
+
+def test_it_changes_a_run_only_from_its_start_on(data: Path, tmp_path: Path) -> None:
+    train(tiny(data), tmp_path / "off")
+    train(tiny(data, extrapolate=ON), tmp_path / "on")
+    off, on = lines(tmp_path / "off"), lines(tmp_path / "on")
+    assert on[:3] == off[:3]  # the first move is before the fourth step
+    assert on[3] != off[3]
+
+
+def test_a_stopped_run_continues_bit_for_bit(data: Path, tmp_path: Path) -> None:
+    spec = tried(data, keep=9)
+    train(spec, tmp_path / "whole")
+    for step in (4, 8):
+        half = stopped_copy(tmp_path / "whole", tmp_path / f"{step}", step)
+        train(spec, half, resume=True)
+        assert lines(half) == lines(tmp_path / "whole")
+
+
+def test_a_skipped_batch_leaves_the_weights_where_they_were(
+    data: Path, tmp_path: Path, monkeypatch
+) -> None:
+    finite, weights = Trainer.is_finite, []
+
+    def skip(self: Trainer, tokens, targets) -> bool:
+        weights.append([p.detach().clone() for p in self.model.parameters()])
+        return finite(self, tokens, targets) and self.step != 5
+
+    monkeypatch.setattr(Trainer, "is_finite", skip)
+    train(tried(data, on_nan="skip", optim=tiny(data).optim), tmp_path / "run")
+    # b is the same at steps 5 and 6, and so is the point ahead of the same weights.
+    assert all(torch.equal(a, b) for a, b in zip(weights[5], weights[6], strict=True))
+    assert not torch.equal(weights[4][0], weights[5][0])
+
+
+def test_the_momentum_rises_and_falls(data: Path, tmp_path: Path, monkeypatch) -> None:
+    seen, update = [], Trainer.update
+
+    def watch(self: Trainer) -> None:
+        update(self)
+        groups = self.optimizer.param_groups
+        seen.extend({g["momentum"] for g in groups if g["algorithm"] == "matrix"})
+
+    monkeypatch.setattr(Trainer, "update", watch)
+    train(tried(data), tmp_path / "run")
+    rising = [0.8, 0.8375, 0.875, 0.9125, 0.95, 0.95]
+    assert seen == pytest.approx([*rising, *rising[::-1]])
+
+
+@pytest.mark.parametrize("name", ["adamw", "normuon", "angular_muown"])
+def test_aux_beta2_is_for_what_is_not_a_hidden_matrix(data: Path, name: str) -> None:
+    spec = tiny(data, optim=OptimSpec(name=name, aux_beta2=0.99))
+    model = build.make_model(spec, Ranks(0, 1, torch.device("cpu")))
+    groups = build.make_optimizer(model, spec).param_groups
+    found = {
+        (p.ndim == 2 and p.shape[0] != 257, g["betas"][1]) for g in groups for p in g["params"]
+    }
+    assert found == {(True, 0.95), (False, 0.99)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"extrapolate": replace(ON, strength=1.0)}, r"extrapolate.strength=1: it must be from 0"),
+        ({"extrapolate": replace(ON, decay=1.0)}, r"extrapolate.decay=1: it must be between"),
+        ({"extrapolate": replace(ON, start=0.9)}, r"extrapolate.start=0.9: it must be from 0"),
+        ({"extrapolate": replace(ON, end=1.5)}, r"extrapolate.end=1.5: it must be at most 1"),
+        ({"optim": OptimSpec(momentum_ramp=0)}, r"optim.momentum_ramp=0: it must be at least 1"),
+        ({"optim": OptimSpec(name="adamw", momentum_start=0.8)}, "momentum_start=0.8 has no mean"),
+        ({"precision": "bf16_weights"}, "with precision=bf16_weights: moves as short as that"),
+    ],
+)
+def test_errors_name_the_setting(data: Path, tmp_path: Path, changes, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        train(tried(data, **changes), tmp_path / "run")
+
+
+def test_trunks_have_no_length_to_depend_on(data: Path) -> None:
+    spec = tried(data, extrapolate=ExtrapolateSpec())
+    constant = replace(spec.schedule, kind="constant")
+    for changed in (spec, replace(spec, extrapolate=ON, optim=OptimSpec())):
+        with pytest.raises(ValueError, match="depends on the number of steps"):
+            replace(changed, schedule=constant).check()
