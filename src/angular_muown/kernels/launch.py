@@ -71,6 +71,10 @@ TYPES = {
     torch.int8: tl.int8,  # momentum alone
 }
 ROW_ELEMENTS = 2048  # per program of a row kernel
+WARP_ELEMENTS = 1024  # per warp of one, if rows are longer
+# Rounding to 8 bits takes registers: with 32 entries per thread, rows of 8,192 entries took twice
+# the time of a float32 momentum.
+WARP_ELEMENTS_8_BIT = 512
 TRANSPOSE_TILE = 64
 ROW_BYTES, BANDWIDTH = 32, 4.2e6  # bytes per element, bytes per microsecond on an H200
 BLOCK = 1024  # rows at a time, in kernels whose programs read all rows of a matrix
@@ -231,10 +235,14 @@ class Chunk:
 
 
 def launch_rows(kernel: Any, m: int, n: int, count: int, *args: Any) -> None:
-    """Launch a row kernel over `count` matrices of m rows with `args`, followed by the tile."""
+    """Launch a row kernel over `count` matrices of m rows with `args`, followed by the tile.
+
+    The last of `args` is the momentum's type, if the kernel has one.
+    """
     columns = triton.next_power_of_2(n)
     height = max(1, ROW_ELEMENTS // columns)
-    warps = min(32, max(4, height * columns // 1024))
+    each = WARP_ELEMENTS_8_BIT if args[-1] is TYPES[torch.int8] else WARP_ELEMENTS
+    warps = min(32, max(4, height * columns // each))
     kernel[triton.cdiv(m, height), count](*args, height, columns, num_warps=warps)
 
 

@@ -50,6 +50,7 @@ FLAT = tl.constexpr(columns.FLAT)
 WEIGHT_NORM = tl.constexpr(columns.WEIGHT_NORM)
 FIXED = tl.constexpr(columns.FIXED)
 ADAM = tl.constexpr(columns.ADAM)
+INFINITY = tl.constexpr(0x7F800000)  # its bits
 LEVELS = tl.constexpr(float(eight_bit.LEVELS))
 SALT = tl.constexpr(eight_bit.SALT * 0x9E3779B9 & 0xFFFFFFFF)  # what hash_seed makes of it
 
@@ -225,9 +226,13 @@ def _new_momentum(
 
 @triton.jit
 def _largest(M):
-    """Return the largest absolute entry of each row; infinity where an entry is NaN."""
-    is_nan = tl.max((M != M).to(tl.int32), axis=1) > 0
-    return tl.where(is_nan, float("inf"), tl.max(tl.abs(M), axis=1))
+    """Return the largest absolute entry of each row; infinity where an entry is NaN.
+
+    As integers, the bits of absolute values have their order, with NaN above infinity: one
+    reduction finds both.
+    """
+    bits = tl.max(tl.abs(M).to(tl.int32, bitcast=True), axis=1)
+    return tl.minimum(bits, INFINITY).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["sums", "maxima"])
