@@ -321,7 +321,7 @@ def _kept_storage(optimizer: LoadTarget, saved_groups: list[SavedGroup]) -> list
         if group["algorithm"] != "matrix":
             continue
         compute = compute_dtype(group["params"][0])
-        old, new = (momentum_dtype(g, compute) for g in (saved, group))
+        old, new = (momentum_dtype(g, compute) for g in (cast(Group, saved), group))
         if old != new:
             warnings.append(
                 f"group {i}: the momentum, saved with state_dtype={saved['state_dtype']!r}, is "

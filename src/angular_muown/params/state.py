@@ -151,7 +151,8 @@ def convert_momentum(p: Tensor, state: State, group: Group, name: str) -> list[T
     if is_eight_bit(group):
         sharding = _sharding(p, layout, name)
         new, scale = zeros_like(p, torch.int8), zero_vector(p, layout, SCALE, compute)
-        parts, window = (local(old), local(new), local(scale)), sharding and sharding.window
+        parts = local(old), local(new), local(scale)
+        window = sharding.window if sharding else None
         convert_to_eight_bit(*parts, layout, window, _reductions(sharding))
         state["momentum_buffer"], state[SCALE] = new, scale
         return [old]
@@ -164,7 +165,7 @@ def read_momentum(p: Tensor, state: State, layout: Layout, name: str, dtype: tor
     stored, M = state["momentum_buffer"], zeros_like(p, dtype)
     if stored.dtype == torch.int8:
         sharding = _sharding(p, layout, name)
-        window = sharding and sharding.window
+        window = sharding.window if sharding else None
         convert_from_eight_bit(local(stored), local(state[SCALE]), local(M), layout, window)
     else:
         local(M).copy_(local(stored))
