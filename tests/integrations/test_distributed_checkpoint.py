@@ -117,6 +117,13 @@ def test_without_the_planner_an_error_names_it(tmp_path: Path) -> None:
     assert {group["state_dtype"] for group in optimizer.param_groups} == {None}
 
 
+def test_without_the_planner_torch_misses_the_scales(tmp_path: Path) -> None:
+    saved(tmp_path, None)
+    model, optimizer = make("int8")
+    with pytest.raises(CheckpointException, match=r"Missing key .*momentum_scale"):
+        load(tmp_path, model, optimizer)
+
+
 def test_a_failed_load_leaves_the_optimizers_own_tensors(tmp_path: Path) -> None:
     """The planner must not write to the dicts of optimizer.state, which torch passes on."""
     saved(tmp_path, "int8")
