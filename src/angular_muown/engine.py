@@ -36,6 +36,7 @@ from angular_muown.params.state import (
     ensure_states,
     has_state,
     is_state_probe,
+    momentum_of,
     state_bytes,
     states_of,
     store_as_asked,
@@ -443,6 +444,18 @@ class Engine(torch.optim.Optimizer):
     def _check_schedule(self) -> None:
         """Warn if a schedule does not suit the member; called after every step."""
 
+    def momentum(self, p: Tensor) -> Tensor:
+        """Return a copy of the momentum of a matrix, in float32 (float64 for float64 weights).
+
+        Use this rather than `state[p]["momentum_buffer"]`, which holds integers with
+        `state_dtype="int8"`. The copy has the shape of p. If p is sharded, so is the copy, and
+        nothing is communicated.
+
+        Args:
+            p: a parameter of this optimizer that has taken a step.
+        """
+        return momentum_of(p, self.param_groups, self.state)
+
     def averaged(self, model: torch.nn.Module | None = None) -> AbstractContextManager[None]:
         """Replace the parameters by their averages inside a `with` block; restore them exactly.
 
@@ -456,8 +469,9 @@ class Engine(torch.optim.Optimizer):
 
         A warning shows both values if that changes the method or kappa. State of another member,
         algorithm or cut is refused, and so is state with missing or damaged entries; the optimizer
-        is then unchanged. The state of matrices keeps its saved dtypes; AdamW's takes those of the
-        weights.
+        is then unchanged. The optimizer keeps its own `state_dtype`: momenta that were saved with
+        another one are converted, with a warning that says what is rounded. AdamW's moments take
+        the dtype of the weights.
 
         Args:
             state_dict: what `state_dict()` returned.

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from angular_muown import cuda_graph
 from angular_muown.adamw import MOMENTS
 from angular_muown.distributed.mesh import is_sharded, local, shard_like, whole
-from angular_muown.params.eight_bit import INT8, SCALE, is_eight_bit
+from angular_muown.params.eight_bit import INT8, SCALE
 from angular_muown.params.layout import Layout
 from angular_muown.params.options import (
     Group,
@@ -26,7 +26,7 @@ from angular_muown.params.options import (
     plain_value,
     plain_values,
 )
-from angular_muown.params.state import store_as_asked
+from angular_muown.params.state import compute_dtype, momentum_dtype, store_as_asked
 from angular_muown.schedules import is_number
 from angular_muown.update import Recipe
 from angular_muown.warn import warn
@@ -47,6 +47,11 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 CLOCKS = ("step", "averaged")
 NONNEGATIVE_SUFFIXES = ("_sq", "second_moment", SCALE)
 MAY_BE_NONFINITE = ("master", "average")  # the weight replaces a damaged master
+# torch.distributed.checkpoint loads into the tensors of the optimizer, whatever was saved.
+PLANNER_ADVICE = (
+    "; if it comes from torch.distributed.checkpoint, pass planner=MomentumLoadPlanner() from "
+    "angular_muown.integrations.checkpoint to dcp.load"
+)
 ADVICE = "create the groups as they were saved, or start with fresh state"
 
 
@@ -309,23 +314,32 @@ def _changed_values(optimizer: LoadTarget, saved_groups: list[SavedGroup]) -> li
 
 
 def _kept_storage(optimizer: LoadTarget, saved_groups: list[SavedGroup]) -> list[str]:
-    """Keep the optimizer's choice between 8-bit and longer momentum; return a warning for each
-    group in which that converts what was loaded."""
+    """Keep the optimizer's state_dtype; return a warning for each group in which that converts what
+    was loaded."""
     warnings = []
     for i, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
-        if group["algorithm"] != "matrix" or is_eight_bit(group) == (saved["state_dtype"] == INT8):
+        if group["algorithm"] != "matrix":
             continue
-        new = group["state_dtype"]
-        targets = {"int8": "127 levels up to the largest of its row", "bfloat16": "bfloat16"}
-        lost = "nothing is rounded"
-        if new in targets:
-            lost = f"every entry is rounded to {targets[new]}"
-        warnings.append(
-            f"group {i}: the momentum, saved with state_dtype={saved['state_dtype']!r}, is "
-            f"converted to this optimizer's state_dtype={new!r}: {lost}"
-        )
+        compute = compute_dtype(group["params"][0])
+        old, new = (momentum_dtype(g, compute) for g in (cast(Group, saved), group))
+        if old != new:
+            warnings.append(
+                f"group {i}: the momentum, saved with state_dtype={saved['state_dtype']!r}, is "
+                f"converted to this optimizer's state_dtype={group['state_dtype']!r}: "
+                f"{_what_is_rounded(old, new)}"
+            )
         saved["state_dtype"] = group["state_dtype"]
     return warnings
+
+
+def _what_is_rounded(old: torch.dtype, new: torch.dtype) -> str:
+    if new == torch.int8:
+        return "every entry is rounded to 127 levels up to the largest of its row"
+    if old == torch.int8:  # its entries have the scales' digits
+        old = torch.float32
+    if torch.promote_types(old, new) == new:
+        return "nothing is rounded"
+    return f"every entry is rounded to {str(new).removeprefix('torch.')}"
 
 
 def _dropped_averages(optimizer: LoadTarget, state_dict: StateDict) -> list[str]:
@@ -381,7 +395,10 @@ class StateReader:
         if any(name in saved for name in optimizer_entries):
             for name in self.required:
                 if name not in saved:
-                    raise ValueError(f"the state of {label} has no {name} in the state dict")
+                    advice = PLANNER_ADVICE if name == SCALE else ""
+                    raise ValueError(
+                        f"the state of {label} has no {name} in the state dict{advice}"
+                    )
         for name in saved:
             squares = f"{name}_sq"
             if squares in self.vectors and squares not in saved:
@@ -434,8 +451,6 @@ class StateReader:
             value = whole(value)
         if not self.matrices and name in MOMENTS:
             value = value.to(p.dtype)
-        elif name == "momentum_buffer" and value.dtype == torch.float16:
-            value = value.float()
         return value if is_vector else value.contiguous()  # its matrices must be views
 
 

@@ -90,7 +90,7 @@ def states_of(
 
 def init_state(p: Tensor, state: State, group: Group, recipe: Recipe | None) -> None:
     """Add missing entries to a state. `recipe` is None for AdamW's parameters."""
-    compute = torch.promote_types(p.dtype, torch.float32)
+    compute = compute_dtype(p)
     if recipe is None:
         adamw.init_state(p, group, state)
     else:
@@ -123,7 +123,7 @@ def vector_names(recipe: Recipe, group: Group) -> tuple[str, ...]:
 
 
 def store_as_asked(groups: Sequence[Group], states: Mapping[Tensor, State]) -> list[Tensor]:
-    """Convert momenta that are in 8 bits and should not be, or the opposite.
+    """Convert momenta that have another dtype than their group's state_dtype.
 
     They were loaded, or a group's state_dtype has changed. Ranks that share rows convert them
     together. Returns the tensors that were replaced.
@@ -135,7 +135,7 @@ def store_as_asked(groups: Sequence[Group], states: Mapping[Tensor, State]) -> l
         # not strict: a framework may have replaced the parameters, which a later check explains
         for p, name in zip(group["params"], parameter_names(group, i), strict=False):
             M = states[p].get("momentum_buffer") if p in states else None
-            if M is not None and (M.dtype == torch.int8) != is_eight_bit(group):
+            if M is not None and M.dtype != momentum_dtype(group, compute_dtype(p)):
                 replaced += convert_momentum(p, states[p], group, name)
     return replaced
 
@@ -147,20 +147,58 @@ def convert_momentum(p: Tensor, state: State, group: Group, name: str) -> list[T
             f"the momentum of {name!r} has to be converted to state_dtype={group['state_dtype']!r}:"
             " take a step before recording one"
         )
-    layout, old = Layout.of(group), state["momentum_buffer"]
-    sharding = sharding_of(p, layout, None, name) if is_sharded(p) else None
-    window = sharding.window if sharding else None
-    compute = torch.promote_types(p.dtype, torch.float32)
+    layout, old, compute = Layout.of(group), state["momentum_buffer"], compute_dtype(p)
     if is_eight_bit(group):
+        sharding = _sharding(p, layout, name)
         new, scale = zeros_like(p, torch.int8), zero_vector(p, layout, SCALE, compute)
         parts = local(old), local(new), local(scale)
+        window = sharding.window if sharding else None
         convert_to_eight_bit(*parts, layout, window, _reductions(sharding))
         state["momentum_buffer"], state[SCALE] = new, scale
         return [old]
-    new, scale = zeros_like(p, momentum_dtype(group, compute)), state.pop(SCALE)
-    convert_from_eight_bit(local(old), local(scale), local(new), layout, window)
-    state["momentum_buffer"] = new
-    return [old, scale]
+    state["momentum_buffer"] = read_momentum(p, state, layout, name, momentum_dtype(group, compute))
+    return [old, *([state.pop(SCALE)] if SCALE in state else [])]
+
+
+def read_momentum(p: Tensor, state: State, layout: Layout, name: str, dtype: torch.dtype) -> Tensor:
+    """Return a copy of the entries that a momentum stands for, sharded as p is."""
+    stored, M = state["momentum_buffer"], zeros_like(p, dtype)
+    if stored.dtype == torch.int8:
+        sharding = _sharding(p, layout, name)
+        window = sharding.window if sharding else None
+        convert_from_eight_bit(local(stored), local(state[SCALE]), local(M), layout, window)
+    else:
+        local(M).copy_(local(stored))
+    return M
+
+
+def momentum_of(p: Tensor, groups: Sequence[Group], states: Mapping[Tensor, State]) -> Tensor:
+    """Return a copy of a parameter's momentum in the dtype of a step's arithmetic."""
+    for i, group in enumerate(groups):
+        for q, name in zip(group["params"], parameter_names(group, i), strict=True):
+            if q is not p:
+                continue
+            if group["algorithm"] != "matrix":
+                raise ValueError(
+                    f"{name!r} is stepped by AdamW: its moments are exp_avg and exp_avg_sq in "
+                    "optimizer.state"
+                )
+            if p not in states or "momentum_buffer" not in states[p]:
+                raise ValueError(f"{name!r} has no momentum yet: take a step with its gradient")
+            return read_momentum(p, states[p], Layout.of(group), name, compute_dtype(p))
+    raise ValueError(
+        f"a parameter of shape {tuple(p.shape)} is not one of this optimizer's: pass one of "
+        "param_groups"
+    )
+
+
+def _sharding(p: Tensor, layout: Layout, name: str) -> Sharding | None:
+    return sharding_of(p, layout, None, name) if is_sharded(p) else None
+
+
+def compute_dtype(p: Tensor) -> torch.dtype:
+    """Return the dtype of a step's arithmetic."""
+    return torch.promote_types(p.dtype, torch.float32)
 
 
 def momentum_dtype(group: Group, compute: torch.dtype) -> torch.dtype:

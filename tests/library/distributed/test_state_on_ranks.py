@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     get_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
@@ -35,6 +36,7 @@ from angular_muown import (
     NorMuown,
     plan,
 )
+from angular_muown.integrations.checkpoint import MomentumLoadPlanner
 from tests.library.family import noise, parameter
 from tests.library.sharded import PLACEMENTS, place, whole
 from tests.ranks import results
@@ -201,6 +203,47 @@ def test_a_checkpoint_loads_on_another_number_of_ranks(
     for resumed, keys in ranks:
         assert_same(resumed, expected)
         assert keys == ranks[0][1], "a distributed checkpoint hangs if a rank lacks a key"
+
+
+def crossed(way: str, folder: str, member: Any) -> dict[str, Tensor]:
+    """Load with the planner that converts, without a step, and return the momenta."""
+    net, _, optimizer = built(way, member)
+    state = {"optimizer": get_optimizer_state_dict(net, optimizer)}
+    dcp.load(state, checkpoint_id=folder, planner=MomentumLoadPlanner())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        set_optimizer_state_dict(net, optimizer, state["optimizer"])
+    return momenta(net, optimizer)
+
+
+def momenta(net: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    matrices = {id(p) for g in planned(net) if g["algorithm"] == "matrix" for _, p in g["params"]}
+    named = {name: p for name, p in net.named_parameters() if id(p) in matrices}
+    return {name: whole(optimizer.momentum(p)) for name, p in named.items()}
+
+
+def saved_momenta(way: str, folder: str, member: Any) -> dict[str, Tensor]:
+    net, model, optimizer = built(way, member)
+    train(model, optimizer, range(2))
+    dcp.save({"optimizer": get_optimizer_state_dict(net, optimizer)}, checkpoint_id=folder)
+    return momenta(net, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("member", "first", "other", "second"),
+    [(EIGHT_BIT, "fsdp x tp", AngularMuown, "fsdp"), (AngularMuown, "fsdp", EIGHT_BIT, "tp")],
+    ids=["from int8", "to int8"],
+)
+def test_a_distributed_checkpoint_crosses_state_dtypes(
+    tmp_path: Path, member: Any, first: str, other: Any, second: str
+) -> None:
+    expected = results(4, saved_momenta, first, str(tmp_path), member)[0]
+    assert expected
+    for actual in results(2, crossed, second, str(tmp_path), other):
+        assert actual.keys() == expected.keys()
+        for name, M in expected.items():
+            error = 1e-12 if member is EIGHT_BIT else 0.05
+            assert (actual[name] - M).norm() <= error * M.norm(), name
 
 
 def reload_whole_state(way: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -223,6 +223,41 @@ def test_float32_state_loads_into_8_bits_and_back(
     assert M.shape == exact.state[p]["momentum_buffer"].shape
 
 
+@pytest.mark.parametrize(("shape", "values"), LAYOUTS)
+def test_a_momentum_can_be_read_in_every_dtype(
+    shape: tuple[int, ...], values: dict[str, Any]
+) -> None:
+    p, exact = optimizer_of(shape, values, None)
+    run(exact, [p], 1)
+    M = exact.momentum(p)
+    assert torch.equal(M, exact.state[p]["momentum_buffer"])
+    M.zero_()
+    assert exact.state[p]["momentum_buffer"].any(), "a copy"
+    for dtype, error in (("bfloat16", 0.005), ("int8", 0.05)):
+        q, other = optimizer_of(shape, values, dtype)
+        run(other, [q], 1)  # the same gradient
+        M, expected = other.momentum(q), exact.momentum(p)
+        assert M.dtype == torch.float32
+        assert M.shape == q.shape
+        assert (M - expected).norm() < error * expected.norm()
+
+
+def test_what_has_no_momentum_is_named() -> None:
+    w, gain = parameter(6, 8), nn.Parameter(torch.ones(8))
+    opt = AngularMuown(
+        [{"params": [("w", w)]}, {"params": [("gain", gain)], "algorithm": "adamw"}],
+        state_dtype="int8",
+    )
+    with pytest.raises(ValueError, match="'w' has no momentum yet: take a step"):
+        opt.momentum(w)
+    with pytest.raises(ValueError, match="'gain' is stepped by AdamW"):
+        opt.momentum(gain)
+    with pytest.raises(ValueError, match=r"shape \(6, 8\) is not one of this optimizer's"):
+        opt.momentum(parameter(6, 8))
+    run(opt, [w, gain], 1)
+    assert opt.momentum(w).dtype == torch.float64, "as its weight"
+
+
 @pytest.mark.parametrize(
     ("before", "after"), [(None, "int8"), ("int8", None), ("int8", "bfloat16")]
 )

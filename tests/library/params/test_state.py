@@ -71,6 +71,55 @@ def test_dtypes_survive_loading(optimizer, state_dtype) -> None:
         assert fresh.state[p][key] is not value
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "stored", "rounded"),
+    [
+        (None, "bfloat16", torch.bfloat16, "every entry is rounded to bfloat16"),
+        ("bfloat16", None, torch.float32, "nothing is rounded"),
+        ("float64", "float32", torch.float32, "every entry is rounded to float32"),
+        (None, "float64", torch.float64, "nothing is rounded"),
+        ("int8", "bfloat16", torch.bfloat16, "every entry is rounded to bfloat16"),
+        ("bfloat16", "int8", torch.int8, "every entry is rounded to 127 levels"),
+    ],
+)
+def test_the_optimizers_state_dtype_wins_and_a_warning_says_what_is_rounded(
+    before, after, stored, rounded
+) -> None:
+    p = parameter(6, 4, dtype=torch.float32)
+    opt = AngularMuown([p], state_dtype=before)
+    run(opt, [p], 2)
+    fresh = AngularMuown([p], state_dtype=after)
+    message = f"saved with state_dtype={before!r}, is converted .*={after!r}: {rounded}"
+    with pytest.warns(UserWarning, match=message) as caught:
+        fresh.load_state_dict(save_and_load(opt.state_dict()))
+    assert len(caught) == 1
+    assert fresh.param_groups[0]["state_dtype"] == after
+    assert fresh.state[p]["momentum_buffer"].dtype == stored
+    torch.testing.assert_close(fresh.momentum(p), opt.momentum(p), rtol=0.02, atol=0.02)
+    run(fresh, [p], 1, start=2)
+    assert fresh.state[p]["momentum_buffer"].dtype == stored
+
+
+def test_two_names_of_one_dtype_are_no_change() -> None:
+    p = parameter(6, 4, dtype=torch.float32)
+    opt = AngularMuown([p])
+    run(opt, [p], 2)
+    fresh = AngularMuown([p], state_dtype="float32")
+    fresh.load_state_dict(opt.state_dict())  # warnings are errors here
+    assert fresh.param_groups[0]["state_dtype"] == "float32"
+    assert torch.equal(fresh.state[p]["momentum_buffer"], opt.state[p]["momentum_buffer"])
+
+
+def test_a_changed_group_converts_float32_and_bfloat16() -> None:
+    p = parameter(6, 4, dtype=torch.float32)
+    opt = AngularMuown([p])
+    run(opt, [p], 2)
+    for name, dtype in (("bfloat16", torch.bfloat16), (None, torch.float32)):
+        opt.param_groups[0]["state_dtype"] = name
+        opt.state_dict()
+        assert opt.state[p]["momentum_buffer"].dtype == dtype
+
+
 @pytest.mark.parametrize("optimizer", FAMILY)
 def test_two_optimizers_share_no_state_after_loading(optimizer) -> None:
     """torch does not copy the counter: each optimizer would count the other's steps."""
