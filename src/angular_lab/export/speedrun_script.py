@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from angular_lab.config.named_runs import speedrun
 from angular_lab.config.spec import ModelSpec, ScheduleSpec
@@ -101,12 +102,23 @@ def batches(folder: Path, split: str, tokens: int, sequence: int, ranks: Ranks) 
     )
 
 
+class Norm(nn.RMSNorm):
+    """RMSNorm whose gain takes the dtype of its input, as the track's does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.type_as(x), self.eps)
+
+
 class TrackModel(GPTSpeedrun):
     """The track's network with its residual stream in `dtype`: the track's is bfloat16."""
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
         super().__init__(spec)
         self.dtype = dtype
+        for parent in list(self.modules()):
+            for name, module in parent.named_children():
+                if isinstance(module, nn.RMSNorm):
+                    setattr(parent, name, Norm(module.normalized_shape, eps=module.eps))
 
     def embed(self, tokens: Tensor) -> Tensor:
         return super().embed(tokens).to(self.dtype)

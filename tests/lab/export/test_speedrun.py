@@ -187,6 +187,21 @@ def test_flags_reach_the_optimizer_and_the_schedule() -> None:
     assert training.decay_steps == 70
 
 
+def test_residual_stream_has_the_dtype_of_the_tracks() -> None:
+    model = scrambled(SPECS["gpt_speedrun"])
+    dtypes: list[torch.dtype] = []
+    for dtype in (torch.float32, torch.bfloat16):
+        track = speedrun_script.TrackModel(SPECS["gpt_speedrun"], dtype)
+        track.load_state_dict(model.state_dict())
+        track.layers[-1].register_forward_hook(lambda *hook: dtypes.append(hook[2].dtype))
+        tokens = torch.arange(8).reshape(2, 4)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            logits = track(tokens).float()
+        expected = model(tokens)
+        assert torch.allclose(logits, expected, atol=0.05 if len(dtypes) > 1 else 0)
+    assert dtypes == [torch.float32, torch.bfloat16]
+
+
 def test_validation_is_more_frequent_near_the_end() -> None:
     options = speedrun_script.parse([])
     steps = [step for step in range(3001) if speedrun_script.is_validated(step, options)]
