@@ -25,7 +25,7 @@ from angular_lab.config.named_runs import speedrun
 from angular_lab.config.spec import ModelSpec, ScheduleSpec
 from angular_lab.errors import UserError
 from angular_lab.models.gpt_speedrun import GPTSpeedrun
-from angular_muown import AngularMuown, plan, wsd
+from angular_muown import AngularMuown, inverse_polynomial, plan, wsd
 
 RUN = replace(speedrun(), steps=3000, schedule=ScheduleSpec(warmup=60, decay=0.5))
 LR = 0.03  # angle of a step, in radians
@@ -118,7 +118,7 @@ class TrackModel(GPTSpeedrun):
         for parent in list(self.modules()):
             for name, module in parent.named_children():
                 if isinstance(module, nn.RMSNorm):
-                    setattr(parent, name, Norm(module.normalized_shape, eps=module.eps))
+                    setattr(parent, name, Norm(spec.width, eps=module.eps))
 
     def embed(self, tokens: Tensor) -> Tensor:
         return super().embed(tokens).to(self.dtype)
@@ -138,6 +138,22 @@ def make_optimizer(model: GPTSpeedrun, options: argparse.Namespace) -> AngularMu
     )
 
 
+def kappa(step: int, options: argparse.Namespace) -> float:
+    return inverse_polynomial(step, options.warmup, options.decay_scale, 1.0)
+
+
+def schedule(step: int, options: argparse.Namespace) -> float:
+    """Return the factor of all learning rates."""
+    decay_steps = round(options.cooldown * options.steps)
+    return wsd(step, options.steps, options.warmup, decay_steps)
+
+
+def total_angle(options: argparse.Namespace) -> float:
+    """Return how far a row turns in all steps, in radians."""
+    steps = range(options.steps)
+    return options.lr * sum(schedule(step, options) * kappa(step, options) for step in steps)
+
+
 class Training:
     """A model and its optimizer; `main` calls `step` and `validate`."""
 
@@ -155,7 +171,6 @@ class Training:
         self.autocast = torch.autocast(ranks.device.type, torch.bfloat16, enabled=on_gpu)
         self.optimizer = make_optimizer(self.model, options)
         self.lrs = [group["lr"] for group in self.optimizer.param_groups]
-        self.decay_steps = round(options.cooldown * options.steps)
 
     def losses(self, windows: Tensor) -> Iterator[Tensor]:
         """Yield the loss of each micro-batch; summed over all ranks, they give the mean."""
@@ -175,7 +190,7 @@ class Training:
                 self.ranks.sum(p.grad)
         if RUN.clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), RUN.clip)
-        factor = wsd(index, self.options.steps, self.options.warmup, self.decay_steps)
+        factor = schedule(index, self.options)
         for group, lr in zip(self.optimizer.param_groups, self.lrs, strict=True):
             group["lr"] = lr * factor
         self.optimizer.step()
@@ -261,6 +276,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     log(source + "=" * 100, console=False)
     log(f"torch {torch.__version__}, CUDA {torch.version.cuda}, {ranks.world} ranks; log: {path}")
     log(" ".join(f"{key}={value}" for key, value in vars(options).items()))
+    last = kappa(options.steps - 1, options)
+    log(f"a row turns by {total_angle(options):.1f} radians in all; kappa ends at {last:.2f}")
     training, sequence = Training(options, ranks), options.sequence
     validation = next(batches(options.data, "val", options.val_tokens, sequence, ranks))
     train = batches(options.data, "train", options.batch * sequence, sequence, ranks)

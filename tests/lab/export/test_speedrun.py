@@ -159,6 +159,13 @@ def test_settings_of_the_entry() -> None:
     assert options.batch * options.sequence == 524_288
     assert (options.layers, options.width, options.heads) == (12, 768, 6)
     assert (options.val_tokens, options.val_every) == (10_485_760, 125)
+    # The numbers of examples/speedrun/README.md:
+    assert speedrun_script.kappa(options.steps - 1, options) == pytest.approx(0.25, abs=0.005)
+    assert speedrun_script.total_angle(options) == pytest.approx(35, abs=0.5)
+    scaled = speedrun_script.parse(["--decay-scale", str(13 / 3000)])
+    assert speedrun_script.total_angle(scaled) == pytest.approx(17, abs=0.5)
+    shorter = speedrun_script.parse(["--lr", "0.025", "--steps", "3250", "--warmup", "100"])
+    assert speedrun_script.total_angle(shorter) == pytest.approx(31, abs=0.5)
     model = scrambled(SPECS["gpt_speedrun"])
     groups = speedrun_script.make_optimizer(model, options).param_groups
     rates = {name: group["lr"] for group in groups for name in group["param_names"]}
@@ -178,13 +185,17 @@ def test_flags_reach_the_optimizer_and_the_schedule() -> None:
              "--embedding-lr", "0.3", "--head-lr", "0.004", "--vector-lr", "0.01",
              "--cooldown", "0.7", "--steps", "100", "--device", "cpu", "--layers", "1",
              "--width", "16", "--heads", "2", "--mlp", "16", "--vocabulary", "9"]  # fmt: skip
-    training = speedrun_script.Training(speedrun_script.parse(words), speedrun_script.Ranks("cpu"))
+    options = speedrun_script.parse(words)
+    training = speedrun_script.Training(options, speedrun_script.Ranks("cpu"))
     groups = training.optimizer.param_groups
     keys = ("lr", "decay_scale", "radius_lr", "warmup_steps")
     values = {tuple(g[key] for key in keys) for g in groups if g["algorithm"] == "matrix"}
     assert values == {(0.04, 0.002, 0.005, 7)}
     assert sorted(set(training.lrs)) == [0.004, 0.01, 0.04, 0.3]
-    assert training.decay_steps == 70
+    factors = [speedrun_script.schedule(step, options) for step in range(101)]
+    assert [i for i, factor in enumerate(factors) if factor == 1.0] == list(range(7, 30))
+    assert factors[100] == 0.0
+    assert speedrun_script.kappa(99, options) == pytest.approx(1 / (1 + 0.002 * 92))
 
 
 def test_residual_stream_has_the_dtype_of_the_tracks() -> None:
