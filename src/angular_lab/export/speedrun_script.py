@@ -2,9 +2,10 @@
 
     torchrun --standalone --nproc_per_node=8 FILE.py        on 1 to 8 GPUs; or: python FILE.py
 
-Model, optimizer and schedule have the values of the lab's named run `speedrun`. The rest follows
-the track's records/track_3_optimization/train_gpt_simple.py (commit 04447b4): the training data in
-order, the validation set and how often it is evaluated, the source at the start of the log.
+The model is that of the lab's named run `speedrun`. The constants below are the settings of the
+entry, and examples/speedrun/README.md gives their reasons. The rest follows the track's
+records/track_3_optimization/train_gpt_simple.py (commit 04447b4): the training data in order, the
+validation set, one forward and backward pass per step, the source at the start of the log.
 """
 
 import argparse
@@ -18,15 +19,23 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from angular_lab.config.named_runs import speedrun
+from angular_lab.config.spec import ModelSpec, ScheduleSpec
 from angular_lab.errors import UserError
 from angular_lab.models.gpt_speedrun import GPTSpeedrun
-from angular_muown import AngularMuown, plan, wsd
+from angular_muown import AngularMuown, inverse_polynomial, plan, wsd
 
-RUN = speedrun()
-VAL_TOKENS = 20 * 524_288  # this and the next line: the track's
+RUN = replace(speedrun(), steps=3000, schedule=ScheduleSpec(warmup=60, decay=0.5))
+LR = 0.03  # angle of a step, in radians
+DECAY_SCALE = 1e-3  # c of kappa, per step
+EMBEDDING_LR, HEAD_LR, VECTOR_LR = 0.6, 0.009375, 0.03  # AdamW; vectors are gains and biases
+AUX = {"betas": (0.8, 0.95), "eps": 1e-10}  # AdamW
+VAL_TOKENS = 20 * 524_288  # this and the next three lines: the track's
 VAL_EVERY = 125  # steps
+LATE_VAL_EVERY = 25  # in the last tenth, so that the first step that passes is known
+LATE = 0.9
 MAGIC, VERSION = 20240520, 1  # of a shard: 256 int32 (magic, version, number of tokens, zeros)
 HEADER = 512  # length of that header in 16-bit tokens
 
@@ -79,7 +88,7 @@ def batches(folder: Path, split: str, tokens: int, sequence: int, ranks: Ranks) 
 
     A batch never spans two files: the end of a file that does not fill a batch is skipped.
     """
-    paths = sorted(folder.glob(f"fineweb_{split}_*.bin"))
+    paths = sorted(folder.glob(f"*{split}_*.bin"))  # fineweb_train_000001.bin, or the lab's shards
     share = tokens // ranks.world
     for path in paths:
         shard = read_shard(path)
@@ -88,19 +97,61 @@ def batches(folder: Path, split: str, tokens: int, sequence: int, ranks: Ranks) 
             ids = shard[first : first + share + 1].to(torch.int64)
             yield ids.unfold(0, sequence + 1, sequence).to(ranks.device)
     raise UserError(
-        f"{folder} has {len(paths)} files fineweb_{split}_*.bin, too few for another {tokens} "
+        f"{folder} has {len(paths)} files *{split}_*.bin, too few for another {tokens} "
         f"{split} tokens: set the folder with --data, or ask for fewer"
     )
 
 
-def make_optimizer(model: GPTSpeedrun, warmup: int) -> AngularMuown:
+class Norm(nn.RMSNorm):
+    """RMSNorm whose gain takes the dtype of its input, as the track's does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.type_as(x), self.eps)
+
+
+class TrackModel(GPTSpeedrun):
+    """The track's network with its residual stream in `dtype`: the track's is bfloat16."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype) -> None:
+        super().__init__(spec)
+        self.dtype = dtype
+        for parent in list(self.modules()):
+            for name, module in parent.named_children():
+                if isinstance(module, nn.RMSNorm):
+                    setattr(parent, name, Norm(spec.width, eps=module.eps))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return super().embed(tokens).to(self.dtype)
+
+
+def make_optimizer(model: GPTSpeedrun, options: argparse.Namespace) -> AngularMuown:
     """AngularMuown for hidden matrices (q, k and v separately), AdamW for all other parameters."""
-    groups = plan(model, blocks=model.blocks())
-    for group in groups:
-        if group["algorithm"] == "adamw":
-            group["fused"] = next(model.parameters()).is_cuda
-    optim = RUN.optim
-    return AngularMuown(groups, optim.lr, warmup_steps=warmup, decay_scale=optim.decay_scale)
+    rates = {"embedding.weight": options.embedding_lr, "lm_head.weight": options.head_lr}
+    for name, p in model.named_parameters():
+        if p.ndim < 2:
+            rates[name] = options.vector_lr
+    fused = next(model.parameters()).is_cuda
+    overrides = {name: {**AUX, "lr": lr, "fused": fused} for name, lr in rates.items()}
+    groups = plan(model, blocks=model.blocks(), radius_lr=options.radius_lr, overrides=overrides)
+    return AngularMuown(
+        groups, options.lr, warmup_steps=options.warmup, decay_scale=options.decay_scale
+    )
+
+
+def kappa(step: int, options: argparse.Namespace) -> float:
+    return inverse_polynomial(step, options.warmup, options.decay_scale, 1.0)
+
+
+def schedule(step: int, options: argparse.Namespace) -> float:
+    """Return the factor of all learning rates."""
+    decay_steps = round(options.cooldown * options.steps)
+    return wsd(step, options.steps, options.warmup, decay_steps)
+
+
+def total_angle(options: argparse.Namespace) -> float:
+    """Return how far a row turns in all steps, in radians."""
+    steps = range(options.steps)
+    return options.lr * sum(schedule(step, options) * kappa(step, options) for step in steps)
 
 
 class Training:
@@ -110,15 +161,16 @@ class Training:
         self.options, self.ranks = options, ranks
         names = ("vocabulary", "sequence", "layers", "width", "heads", "mlp")
         sizes = {name: getattr(options, name) for name in names}
-        self.model = GPTSpeedrun(replace(RUN.model, **sizes))
+        on_gpu = ranks.device.type == "cuda"
+        dtype = torch.bfloat16 if on_gpu else torch.float32
+        self.model = TrackModel(replace(RUN.model, **sizes), dtype)
         self.model.init_weights(options.seed)  # drawn on the CPU: the same on every rank
         self.model.to(ranks.device)
-        if on_gpu := ranks.device.type == "cuda":
+        if on_gpu:
             self.model.compile()
         self.autocast = torch.autocast(ranks.device.type, torch.bfloat16, enabled=on_gpu)
-        self.optimizer = make_optimizer(self.model, options.warmup)
+        self.optimizer = make_optimizer(self.model, options)
         self.lrs = [group["lr"] for group in self.optimizer.param_groups]
-        self.decay_steps = replace(RUN, steps=options.steps).decay_steps
 
     def losses(self, windows: Tensor) -> Iterator[Tensor]:
         """Yield the loss of each micro-batch; summed over all ranks, they give the mean."""
@@ -138,7 +190,7 @@ class Training:
                 self.ranks.sum(p.grad)
         if RUN.clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), RUN.clip)
-        factor = wsd(index, self.options.steps, self.options.warmup, self.decay_steps)
+        factor = schedule(index, self.options)
         for group, lr in zip(self.optimizer.param_groups, self.lrs, strict=True):
             group["lr"] = lr * factor
         self.optimizer.step()
@@ -168,10 +220,27 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
              "val-every": VAL_EVERY}  # fmt: skip
     for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value, help=f"default: {value:,}")
-    return parser.parse_args(arguments)
+    settings = {"lr": LR, "decay-scale": DECAY_SCALE, "cooldown": RUN.schedule.decay,
+                "embedding-lr": EMBEDDING_LR, "head-lr": HEAD_LR,
+                "vector-lr": VECTOR_LR}  # fmt: skip
+    for name, value in settings.items():
+        parser.add_argument(f"--{name}", type=float, default=value, help=f"default: {value:g}")
+    parser.add_argument("--radius-lr", type=float, help="of the row lengths; default: --lr")
+    text = "end after that many steps of the same schedule; default: --steps"
+    parser.add_argument("--stop-after", type=int, help=text)
+    options = parser.parse_args(arguments)
+    if options.stop_after is None:
+        options.stop_after = options.steps
+    return options
 
 
-def check_sizes(options: argparse.Namespace, world: int) -> None:
+def check_options(options: argparse.Namespace, world: int) -> None:
+    if not 1 <= options.stop_after <= options.steps:
+        raise UserError(
+            f"--stop-after {options.stop_after} must be from 1 to --steps, {options.steps}"
+        )
+    if not 0 <= options.cooldown <= 1:
+        raise UserError(f"--cooldown {options.cooldown:g} is a share of the steps, from 0 to 1")
     if options.batch % world:
         raise UserError(f"--batch {options.batch} must be divisible by the {world} ranks")
     if options.val_tokens % (options.sequence * world) or options.val_tokens < 1:
@@ -181,11 +250,19 @@ def check_sizes(options: argparse.Namespace, world: int) -> None:
         )
 
 
+def is_validated(step: int, options: argparse.Namespace) -> bool:
+    """True if the loss is measured before this step; never by a loss, as the track's rules ask."""
+    every = options.val_every
+    if step >= LATE * options.steps:
+        every = min(every, LATE_VAL_EVERY)
+    return step == options.stop_after or step % every == 0
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     source = Path(__file__).read_text(encoding="utf-8")  # now: the file may change during the run
     options = parse(arguments)
     ranks = Ranks(options.device)
-    check_sizes(options, ranks.world)
+    check_options(options, ranks.world)
     path = Path("logs") / f"{uuid.uuid4()}.txt"
 
     def log(text: str, console: bool = True) -> None:
@@ -199,17 +276,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     log(source + "=" * 100, console=False)
     log(f"torch {torch.__version__}, CUDA {torch.version.cuda}, {ranks.world} ranks; log: {path}")
     log(" ".join(f"{key}={value}" for key, value in vars(options).items()))
+    last = kappa(options.steps - 1, options)
+    log(f"a row turns by {total_angle(options):.1f} radians in all; kappa ends at {last:.2f}")
     training, sequence = Training(options, ranks), options.sequence
     validation = next(batches(options.data, "val", options.val_tokens, sequence, ranks))
     train = batches(options.data, "train", options.batch * sequence, sequence, ranks)
     seconds, start = 0.0, ranks.now()  # of training: the clock stops during validation
-    for step in range(options.steps + 1):
-        if step == options.steps or step % options.val_every == 0:
+    for step in range(options.stop_after + 1):
+        if is_validated(step, options):
             seconds += ranks.now() - start
             loss = training.validate(validation)
             log(f"step:{step}/{options.steps} val_loss:{loss:.5f} train_time:{seconds:.3f}s")
             start = ranks.now()
-        if step < options.steps:
+        if step < options.stop_after:
             loss = training.step(step, next(train))
             elapsed = seconds + time.perf_counter() - start
             log(f"step:{step + 1}/{options.steps} train_loss:{loss:.5f} train_time:{elapsed:.3f}s")

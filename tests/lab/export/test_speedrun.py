@@ -9,10 +9,12 @@ from itertools import islice
 from math import log
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from angular_lab.config.named_runs import speedrun as named_run
+from angular_lab.data.shards import write_shard
 from angular_lab.export import speedrun, speedrun_script
 from angular_lab.export.speedrun import export_speedrun
 from angular_lab.training import build
@@ -126,19 +128,96 @@ def test_two_ranks_train_like_one(data: Path, in_package: Path, tmp_path: Path) 
         assert values == pytest.approx(expected, abs=1e-3)
 
 
-def test_script_has_the_values_of_the_named_run() -> None:
-    run = named_run()
-    model = scrambled(SPECS["gpt_speedrun"])
-    groups = build.make_optimizer(model, run).param_groups
-    script_groups = speedrun_script.make_optimizer(model, run.schedule.warmup).param_groups
-    assert [{**group, "params": 0} for group in script_groups] == [
-        {**group, "params": 0} for group in groups
+def test_first_steps_of_the_schedule_on_shards_of_the_lab(
+    in_package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = np.arange(1500, dtype=np.uint16) % PERIOD
+    write_shard(tmp_path / "train_00000.bin", ids)
+    write_shard(tmp_path / "val_00000.bin", ids[:100])
+    monkeypatch.chdir(tmp_path)
+    speedrun_script.main([*arguments(tmp_path), "--stop-after", "11"])
+    _, train, val = read_log(tmp_path)
+    _, all_train, all_val = read_log(in_package)
+    assert train == all_train[:11], "the same schedule: only its end is missing"
+    assert val[:2] == all_val[:2]
+    assert len(val) == 3  # and one at the stop
+
+
+def matrix_groups(groups: list[dict]) -> list[dict]:
+    """Return the matrices' groups without what the entry sets itself."""
+    own = {"params", "lr", "base_lr", "decay_scale", "warmup_steps"}
+    return [
+        {key: value for key, value in group.items() if key not in own}
+        for group in groups
+        if group["algorithm"] == "matrix"
     ]
-    options = speedrun_script.parse([])
-    assert (options.steps, options.batch, options.width) == (run.steps, run.batch, run.model.width)
+
+
+def test_settings_of_the_entry() -> None:
+    run, options = named_run(), speedrun_script.parse([])
+    assert options.steps == options.stop_after < 3025
     assert options.batch * options.sequence == 524_288
+    assert (options.layers, options.width, options.heads) == (12, 768, 6)
     assert (options.val_tokens, options.val_every) == (10_485_760, 125)
-    assert (run.schedule.kind, run.schedule.fall) == ("wsd", 0), "what the script supports"
+    # The numbers of examples/speedrun/README.md:
+    assert speedrun_script.kappa(options.steps - 1, options) == pytest.approx(0.25, abs=0.005)
+    assert speedrun_script.total_angle(options) == pytest.approx(35, abs=0.5)
+    scaled = speedrun_script.parse(["--decay-scale", str(13 / 3000)])
+    assert speedrun_script.total_angle(scaled) == pytest.approx(17, abs=0.5)
+    shorter = speedrun_script.parse(["--lr", "0.025", "--steps", "3250", "--warmup", "100"])
+    assert speedrun_script.total_angle(shorter) == pytest.approx(31, abs=0.5)
+    model = scrambled(SPECS["gpt_speedrun"])
+    groups = speedrun_script.make_optimizer(model, options).param_groups
+    rates = {name: group["lr"] for group in groups for name in group["param_names"]}
+    assert (rates["embedding.weight"], rates["lm_head.weight"]) == (0.6, 0.009375)
+    assert rates["layers.0.attn.qkv.weight"] == options.lr == 0.03
+    vectors = [name for name, p in model.named_parameters() if p.ndim < 2]
+    assert {rates[name] for name in vectors} == {0.03}
+    of_the_lab = build.make_optimizer(model, run).param_groups
+    assert matrix_groups(groups) == matrix_groups(of_the_lab)
+    for group in groups:
+        if group["algorithm"] == "adamw":
+            assert (group["betas"], group["eps"]) == ((0.8, 0.95), 1e-10)
+
+
+def test_flags_reach_the_optimizer_and_the_schedule() -> None:
+    words = ["--lr", "0.04", "--decay-scale", "0.002", "--radius-lr", "0.005", "--warmup", "7",
+             "--embedding-lr", "0.3", "--head-lr", "0.004", "--vector-lr", "0.01",
+             "--cooldown", "0.7", "--steps", "100", "--device", "cpu", "--layers", "1",
+             "--width", "16", "--heads", "2", "--mlp", "16", "--vocabulary", "9"]  # fmt: skip
+    options = speedrun_script.parse(words)
+    training = speedrun_script.Training(options, speedrun_script.Ranks("cpu"))
+    groups = training.optimizer.param_groups
+    keys = ("lr", "decay_scale", "radius_lr", "warmup_steps")
+    values = {tuple(g[key] for key in keys) for g in groups if g["algorithm"] == "matrix"}
+    assert values == {(0.04, 0.002, 0.005, 7)}
+    assert sorted(set(training.lrs)) == [0.004, 0.01, 0.04, 0.3]
+    factors = [speedrun_script.schedule(step, options) for step in range(101)]
+    assert [i for i, factor in enumerate(factors) if factor == 1.0] == list(range(7, 30))
+    assert factors[100] == 0.0
+    assert speedrun_script.kappa(99, options) == pytest.approx(1 / (1 + 0.002 * 92))
+
+
+def test_residual_stream_has_the_dtype_of_the_tracks() -> None:
+    model = scrambled(SPECS["gpt_speedrun"])
+    dtypes: list[torch.dtype] = []
+    for dtype in (torch.float32, torch.bfloat16):
+        track = speedrun_script.TrackModel(SPECS["gpt_speedrun"], dtype)
+        track.load_state_dict(model.state_dict())
+        track.layers[-1].register_forward_hook(lambda *hook: dtypes.append(hook[2].dtype))
+        tokens = torch.arange(8).reshape(2, 4)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            logits = track(tokens).float()
+        expected = model(tokens)
+        assert torch.allclose(logits, expected, atol=0.05 if len(dtypes) > 1 else 0)
+    assert dtypes == [torch.float32, torch.bfloat16]
+
+
+def test_validation_is_more_frequent_near_the_end() -> None:
+    options = speedrun_script.parse([])
+    steps = [step for step in range(3001) if speedrun_script.is_validated(step, options)]
+    assert steps[:3] == [0, 125, 250]
+    assert steps[-14:] == [2625, *range(2700, 3001, 25)]
 
 
 def test_export_is_reproducible_and_rejects_other_dependencies(
@@ -167,7 +246,7 @@ def test_ranks_share_each_batch_in_order(data: Path) -> None:
 
 def test_unusable_data_and_sizes_are_named(tmp_path: Path) -> None:
     ranks = speedrun_script.Ranks("cpu")
-    with pytest.raises(ValueError, match="0 files fineweb_train"):
+    with pytest.raises(ValueError, match=r"0 files \*train"):
         next(speedrun_script.batches(tmp_path, "train", 8, 4, ranks))
     path = tmp_path / "fineweb_train_1.bin"
     path.write_bytes(struct.pack("<256i", 20240520, 1, 9, *[0] * 253) + bytes(10))
@@ -176,7 +255,11 @@ def test_unusable_data_and_sizes_are_named(tmp_path: Path) -> None:
     path.write_bytes(bytes(10))
     with pytest.raises(ValueError, match="shorter than a header"):
         next(speedrun_script.batches(tmp_path, "train", 8, 4, ranks))
-    with pytest.raises(ValueError, match="divisible by the 3 ranks"):
-        speedrun_script.check_sizes(speedrun_script.parse(["--batch", "8"]), 3)
-    with pytest.raises(ValueError, match="--val-tokens 7 must be a multiple of 1024"):
-        speedrun_script.check_sizes(speedrun_script.parse(["--val-tokens", "7"]), 1)
+    for words, world, message in (
+        (["--batch", "8"], 3, "divisible by the 3 ranks"),
+        (["--val-tokens", "7"], 1, "--val-tokens 7 must be a multiple of 1024"),
+        (["--stop-after", "3001"], 1, "--stop-after 3001 must be from 1 to --steps, 3000"),
+        (["--cooldown", "50"], 1, "--cooldown 50 is a share of the steps, from 0 to 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            speedrun_script.check_options(speedrun_script.parse(words), world)
