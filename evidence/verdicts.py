@@ -10,8 +10,8 @@ from angular_lab.report.tables import tokens_form
 from evidence.comparison import Comparison
 from evidence.kept import OURS, Kept, Rows
 from evidence.measures import speed_up
-from evidence.one_pass import pairs_of_schedules
 from evidence.titles import title
+from evidence.whole_corpus import pairs_of_schedules
 
 WINDOWS = (0.1, 0.2, 0.4)  # of the averages, as shares of the steps
 
