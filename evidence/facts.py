@@ -86,7 +86,6 @@ def tables(kept: Kept) -> dict[str, Rows]:
         | verdicts.tables(kept)
         | {
             "whole-corpus": whole.table(),
-            "whole-corpus-schedules": whole.schedules(),
             "goals": whole.goals(),
             "advice": whole_corpus.advice(kept),
             "grids": whole_corpus.grids(kept),

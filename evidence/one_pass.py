@@ -77,6 +77,7 @@ def facts(kept: Kept) -> Facts:
     one_pass, whole = OnePass(kept), kept.sweeps["one-pass-long"]
     sweep, loss = one_pass.sweep, one_pass.loss
     least = {m: min(by_schedule.values()) for m, by_schedule in loss.items()}
+    edges = sum(map(sweep.at_edge, one_pass.arms.values()))
     return {
         "one_pass": {
             "runs": len(sweep.trials),
@@ -85,15 +86,12 @@ def facts(kept: Kept) -> Facts:
             "long_tokens_M": _tokens(whole) / 1e6,
             "long_steps": whole.horizons[0],
             "long_windows": int(_tokens(whole)) // 512,
-            "lead": {s: _leads({m: x[s] for m, x in loss.items() if s in x}) for s in SCHEDULES},
-            "best_lead": _leads(least),
+            "planned": len(sweep.arms),
+            "closed": len(one_pass.arms) - edges,
+            "at_edge": edges,
+            "best_lead": {m: x - least["ours"] for m, x in least.items()},
             "longer_cooldown_gain": loss["ours"]["20%"] - loss["ours"]["50%"],
-            "best_schedule_gain": {m: x["20%"] - least[m] for m, x in loss.items() if "20%" in x},
             "decay_gain": {s: loss["normuon"][s] - loss["normuon_decay"][s] for s in SCHEDULES},
-            "lr": {m: {s: one_pass.best_lr(m, s) for s in x} for m, x in loss.items()},
-            "hyperball_20%": sweep.best[_arm(*UNFINISHED)].loss,
-            "hyperball_below_adamw": least["adamw"] - least["hyperball"],
-            **_grids(one_pass),
             **_kappa(one_pass),
             **_claims(one_pass),
         },
@@ -104,26 +102,6 @@ def _tokens(sweep: SweepResults) -> float:
     tokens = sweep.tokens(sweep.horizons[0])
     assert tokens is not None
     return tokens
-
-
-def _leads(losses: dict[str, float]) -> dict[str, float]:
-    return {m: loss - losses["ours"] for m, loss in losses.items()}
-
-
-def _grids(one_pass: OnePass) -> Facts:
-    """Which best learning rates are inside, and what the last step towards an edge brought."""
-    edges = {key: arm for key, arm in one_pass.arms.items() if one_pass.sweep.at_edge(arm)}
-    lowest = {f"{m}_{s}": list(grid(one_pass.sweep, x).values()) for (m, s), x in edges.items()}
-    gains = {key: losses[1] - losses[0] for key, losses in lowest.items()}
-    return {
-        "planned": len(one_pass.sweep.arms),
-        "closed": len(one_pass.arms) - len(edges),
-        "at_edge": len(edges),
-        "edge_gain": gains,
-        "edges_are_muowns_adamws_and_hyperballs": set(gains)
-        == {"muown_linear", "muown_20%", "adamw_20%", "hyperball_linear", "hyperball_50%"},
-        "adamw_edge_is_flat": 0 < gains["adamw_20%"] < 1e-4,
-    }
 
 
 def _kappa(one_pass: OnePass) -> Facts:

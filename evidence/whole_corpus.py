@@ -151,21 +151,6 @@ class WholeCorpus:
         fewer = f"{self.fewer_tokens(arm):.2f}×" if lead > 0 else "not reached"
         return [*cells, f"{lead:.4f}", interval, label, fewer]
 
-    def schedules(self) -> Rows:
-        """Return the losses by method and schedule, the best in bold."""
-        names = [name for name in SCHEDULES if any(s == name for _, s in self.arms)]
-
-        def cell(method: str, schedule: str) -> str:
-            arm = self.arms.get((method, schedule))
-            if arm is None:
-                return "-"
-            text = f"{arm.shown(arm.losses):.4f} at {arm.lr:.4g}{'' if arm.in_grid else ' †'}"
-            text += "" if arm.is_judged else " (seed 0)"
-            return f"**{text}**" if arm is self.best[method] else text
-
-        rows = [[title(m), *(cell(m, s) for s in names)] for m in self.best]
-        return [["method", *names], *rows]
-
     def figure(self) -> str:
         rows = []
         for arm in self.arms.values():
@@ -219,7 +204,7 @@ class WholeCorpus:
         arm = max(self.variants, key=lambda arm: -self.lead(arm))
         seeds = len(self.verdict(arm).paired.seeds)
         reached = -self.lead(arm) >= VARIANT_GAIN and seeds >= 4
-        measured = f"{-self.lead(arm):.4f} on {seeds} seeds, {title(arm.method)}"
+        measured = f"{-self.lead(arm):.4f} lower on {seeds} seeds, {title(arm.method)}"
         return [text, measured, "reached" if reached else "missed"]
 
 
@@ -238,10 +223,7 @@ def facts(kept: Kept) -> Facts:
     return {
         "one_pass_long": {
             "runs": len(whole.sweep.trials),
-            "arms": len(whole.arms),
-            "judged_arms": sum(arm.is_judged for arm in whole.arms.values()),
             "not_started": len(whole.sweep.arms) - len(whole.sweep.best),
-            "slope": whole.slope,
             "lr": {names[m]: arm.lr for m, arm in whole.best.items() if m in names},
             "lead": {name: whole.lead(arm) for name, arm in others.items()},
             "outcome": {name: word(whole.verdict(arm)) for name, arm in others.items()},

@@ -1,10 +1,12 @@
 """results/facts.json and the documents agree with the kept results."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
 from angular_lab.experiments.definition import TUNED_AT_S
+from angular_lab.run_folder import Run
 from evidence import documents, facts, headline, whole_corpus
 from evidence.comparison import Comparison
 from evidence.documents import DOCUMENTS, fill
@@ -67,6 +69,51 @@ def test_the_figure_of_the_first_edition_shows_every_seed_of_the_kept_runs(kept:
     shown = _dots(headline.FIGURE)
     assert set(shown) == expected
     assert len(shown) == len(expected) == 8 * 3, STALE
+
+
+def _with_new_runs(kept: Kept) -> Kept:
+    """Return the kept runs with a fourth judging seed of two arms, and a variant in a sweep of its
+    own that is lower by 0.02 than AngularMuown."""
+    ours, other = "angular_muown, cooldown 50%", "normuon, decay 0.1, linear to zero"
+    long = kept.sweeps["one-pass-long"]
+    fourth = [replace(long.at_best(arm)[3], seed=4) for arm in (ours, other)]
+    more = replace(long, trials=long.trials + fourth)
+    lower = [
+        replace(trial, arm="mixed momentum", ends={h: _lower(r) for h, r in trial.ends.items()})
+        for seed, trial in more.at_best(ours).items()
+        if seed
+    ]
+    best = {"mixed momentum": long.best[ours]}
+    arms = (replace(long.record.arms[2], label="mixed momentum", optimizer="angular_muown"),)
+    record = replace(long.record, experiment="trials", arms=arms)
+    trials = replace(long, record=record, arms=[*best], trials=lower, best=best)
+    new = Kept(kept.folder)
+    new.__dict__["sweeps"] = kept.sweeps | {"one-pass-long": more, "trials": trials}
+    return new
+
+
+def _lower(run: Run) -> Run:
+    rows = []
+    for row in run.metrics:
+        loss = row.get("val_loss")
+        more = row.more if loss is None else {**row.more, "val_loss": loss - 0.02}
+        rows.append(replace(row, more=more))
+    return replace(run, metrics=tuple(rows))
+
+
+def test_new_arms_seeds_and_verdicts_fill_in_by_themselves(kept: Kept) -> None:
+    new = _with_new_runs(kept)
+    table = whole_corpus.WholeCorpus(new).table()
+    rows = {row[0]: row for row in table[1:]}
+    assert rows["AngularMuown, mixed momentum"][1] == "cooldown 50%"
+    assert rows["AngularMuown, mixed momentum"][8:] == ["reversed", "not reached"]
+    assert rows["NorMuon, decay 0.1"][5] == "1, 2, 3, 4"
+    assert rows["NorMuon, decay 0.1"][8].startswith("holds")
+    *_, variant = whole_corpus.WholeCorpus(new).goals()
+    assert variant[1:] == ["0.0200 lower on 4 seeds, AngularMuown, mixed momentum", "reached"]
+    assert "4: " not in whole_corpus.WholeCorpus(kept).figure()
+    assert "mixed momentum, cooldown 50%, seed 4" in whole_corpus.WholeCorpus(new).figure()
+    assert whole_corpus.facts(new)["one_pass_long"]["outcome"]["normuon_decay"] == "holds"
 
 
 def test_ablations_use_the_learning_rates_that_the_comparison_chose(kept: Kept) -> None:
