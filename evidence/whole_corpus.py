@@ -133,23 +133,24 @@ class WholeCorpus:
         return {name: run.series("kappa")[1][-1] for name, run in runs.items()}
 
     def table(self) -> Rows:
-        head = ["method", "best schedule", "lr", "validation", "training", "seeds"]
-        head += ["AngularMuown lower by", "95% interval", "lower?", "fewer tokens"]
+        head = ["method", "best schedule, lr", "validation", "training", "seeds"]
+        head += ["lower by", "95% interval", "lower?", "fewer tokens"]
         arms = sorted(self.best.values(), key=lambda arm: arm.shown(arm.losses))
         return [head, *map(self._row, arms)]
 
     def _row(self, arm: Arm) -> list[str]:
         seeds = ", ".join(map(str, sorted(judging(arm.losses)) or [CHOOSER]))
-        cells = [title(arm.method), arm.schedule, f"{arm.lr:.4g}{'' if arm.in_grid else ' †'}"]
+        rate = f"{arm.lr:.4g}{'' if arm.in_grid else ' †'}"
+        cells = [title(arm.method), f"{arm.schedule}, {rate}"]
         cells += [f"{arm.shown(x):.4f}" for x in (arm.losses, arm.training)] + [seeds]
         if arm is self.ours:
             return [*cells, "", "", "", ""]
         result, lead = self.verdict(arm), self.lead(arm)
         ends = sorted(-end for end in result.interval or ())
-        interval = " to ".join(f"{end:.4f}" for end in ends) or "-"
+        interval = " to ".join(f"{end:.3f}" for end in ends) or "-"
         label = result.label if arm.is_judged else "not judged"
         fewer = f"{self.fewer_tokens(arm):.2f}×" if lead > 0 else "not reached"
-        return [*cells, f"{lead:.4f}", interval, label, fewer]
+        return [*cells, f"{lead:.3f}", interval, label, fewer]
 
     def figure(self) -> str:
         rows = []
@@ -218,6 +219,7 @@ def facts(kept: Kept) -> Facts:
     names = {label: name for name, label in METHODS.items()}
     others = {names[arm.method]: arm for arm in whole.best.values() if arm.method in names}
     long, linear = (whole.arms[OURS, s] for s in (LONG, LINEAR))
+    flat = whole.arms[FLAT, LINEAR]
     gain = verdict(judging(long.losses), judging(linear.losses))
     assert gain.paired.mean is not None
     return {
@@ -230,7 +232,8 @@ def facts(kept: Kept) -> Facts:
             "fewer_tokens": {name: whole.fewer_tokens(arm) for name, arm in others.items()},
             "adamw_in_half_the_tokens_missed": whole.fewer_tokens(whole.best["adamw"]) < 2,
             "cooldown_gain": {"mean": -gain.paired.mean, "outcome": word(gain)},
-            "flat_kappa_gain": linear.losses[CHOOSER] - whole.arms[FLAT, LINEAR].losses[CHOOSER],
+            "flat_kappa_outcome": word(verdict(judging(flat.losses), judging(linear.losses))),
+            "flat_kappa_gain": linear.losses[CHOOSER] - flat.losses[CHOOSER],
             "best_schedule_is_50%": whole.ours.schedule == LONG,
             "ours_keeps_its_lr": all(
                 kept.sweeps["one-pass"].best[f"{OURS}, {s}"].lr == whole.arms[OURS, s].lr
@@ -279,6 +282,7 @@ def grids(kept: Kept) -> Rows:
         best = sweep.best[arm].lr if losses else None
         return ", ".join(f"**{text}**" if lr == best else text for lr, text in pairs) or "-"
 
-    labels = [f"{method}, {schedule}" for method in METHODS.values() for schedule in SCHEDULES]
+    known = [f"{method}, {schedule}" for method in METHODS.values() for schedule in SCHEDULES]
+    labels = dict.fromkeys([*known, *sweeps[1].best])
     rows = [[title(label), *(cell(sweep, label) for sweep in sweeps)] for label in labels]
     return [["method", "a quarter of the corpus", "the whole corpus"], *rows]

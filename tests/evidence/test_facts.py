@@ -105,10 +105,10 @@ def test_new_arms_seeds_and_verdicts_fill_in_by_themselves(kept: Kept) -> None:
     new = _with_new_runs(kept)
     table = whole_corpus.WholeCorpus(new).table()
     rows = {row[0]: row for row in table[1:]}
-    assert rows["AngularMuown, mixed momentum"][1] == "cooldown 50%"
-    assert rows["AngularMuown, mixed momentum"][8:] == ["reversed", "not reached"]
-    assert rows["NorMuon, decay 0.1"][5] == "1, 2, 3, 4"
-    assert rows["NorMuon, decay 0.1"][8].startswith("holds")
+    assert rows["AngularMuown, mixed momentum"][1] == "cooldown 50%, 0.025 †"
+    assert rows["AngularMuown, mixed momentum"][7:] == ["reversed", "not reached"]
+    assert rows["NorMuon, decay 0.1"][4] == "1, 2, 3, 4"
+    assert rows["NorMuon, decay 0.1"][7].startswith("holds")
     *_, variant = whole_corpus.WholeCorpus(new).goals()
     assert variant[1:] == ["0.0200 lower on 4 seeds, AngularMuown, mixed momentum", "reached"]
     assert "4: " not in whole_corpus.WholeCorpus(kept).figure()
