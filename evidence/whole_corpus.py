@@ -251,7 +251,9 @@ def pairs_of_schedules(sweep: SweepResults) -> SweepResults:
     same = [(f"{OURS}, {s}", f"{m}, {s}") for s in SCHEDULES for m in methods if m != OURS]
     own = [(f"{m}, {LONG}", f"{m}, {LINEAR}") for m in methods]
     pairs = (pair for pair in same + own if set(pair) <= sweep.best.keys())
-    return replace(sweep, record=replace(sweep.record, pairs=tuple(pairs)))
+    more = sorted({trial.seed for trial in sweep.trials} - {*sweep.record.seeds})
+    record = replace(sweep.record, pairs=tuple(pairs), added_seeds=tuple(more))
+    return replace(sweep, record=record)
 
 
 def advice(kept: Kept) -> Rows:

@@ -109,6 +109,8 @@ def test_new_arms_seeds_and_verdicts_fill_in_by_themselves(kept: Kept) -> None:
     assert rows["AngularMuown, mixed momentum"][7:] == ["reversed", "not reached"]
     assert rows["NorMuon, decay 0.1"][4] == "1, 2, 3, 4"
     assert rows["NorMuon, decay 0.1"][7].startswith("holds")
+    long = whole_corpus.pairs_of_schedules(new.sweeps["one-pass-long"])
+    assert 4 in long.judged("angular_muown, cooldown 50%", long.horizons[0])
     *_, variant = whole_corpus.WholeCorpus(new).goals()
     assert variant[1:] == ["0.0200 lower on 4 seeds, AngularMuown, mixed momentum", "reached"]
     assert "4: " not in whole_corpus.WholeCorpus(kept).figure()
