@@ -91,6 +91,7 @@ def facts(kept: Kept) -> Facts:
             "at_edge": edges,
             "best_lead": {m: x - least["ours"] for m, x in least.items()},
             "longer_cooldown_gain": loss["ours"]["20%"] - loss["ours"]["50%"],
+            "linear_gain": loss["ours"]["50%"] - loss["ours"]["linear"],
             "decay_gain": {s: loss["normuon"][s] - loss["normuon_decay"][s] for s in SCHEDULES},
             **_kappa(one_pass),
             **_claims(one_pass),

@@ -11,7 +11,7 @@ from angular_lab.experiments.statistics import Verdict, verdict
 from angular_lab.report.read import SweepResults
 from evidence.dots import DotFigure, DotRow
 from evidence.kept import OURS, Kept, Rows
-from evidence.measures import CHOOSER, BySeed, Facts, judged, judging, training_losses
+from evidence.measures import CHOOSER, BySeed, Facts, grid, judged, judging, training_losses
 from evidence.one_pass import METHODS
 from evidence.titles import title
 
@@ -124,6 +124,15 @@ class WholeCorpus:
         """Return how many times fewer tokens AngularMuown needs for the loss of `arm`, below 1 if
         more: linear in the logarithm of tokens."""
         return exp(self.lead(arm) / self.slope)
+
+    def neighbour_costs(self) -> dict[str, float]:
+        """Return what the next lower and the next higher learning rate of AngularMuown's grid cost
+        on the seed that chose."""
+        losses = grid(self.sweep, f"{OURS}, {self.ours.schedule}")
+        rates = list(losses)
+        best = rates.index(self.ours.lr)
+        costs = (losses[rates[best + i]] - losses[self.ours.lr] for i in (-1, 1))
+        return dict(zip(("lower", "higher"), costs, strict=True))
 
     def kappa_at_the_end(self, quarter: SweepResults) -> dict[str, float]:
         """Return κ after the last step, at a quarter of the corpus and over all of it."""
@@ -239,6 +248,7 @@ def facts(kept: Kept) -> Facts:
                 kept.sweeps["one-pass"].best[f"{OURS}, {s}"].lr == whole.arms[OURS, s].lr
                 for s in (LONG, LINEAR)
             ),
+            "neighbour_cost": whole.neighbour_costs(),
             "kappa_at_the_end": whole.kappa_at_the_end(kept.sweeps["one-pass"]),
         }
     }
