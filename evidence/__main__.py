@@ -2,7 +2,7 @@
 
 import shutil
 
-from evidence import documents, facts, headline
+from evidence import documents, facts, headline, whole_corpus
 from evidence.kept import ROOT, Kept
 
 BUILD = ROOT / "build" / "evidence"
@@ -22,7 +22,11 @@ def main() -> None:
         except ValueError as error:
             raise SystemExit(f"{path.relative_to(ROOT)}: {error}") from None
     facts.write(computed, names)
-    (BUILD / "figures" / headline.FIGURE).write_text(headline.Headline(kept).figure())
+    for module, result in (
+        (headline, headline.Headline(kept)),
+        (whole_corpus, whole_corpus.WholeCorpus(kept)),
+    ):
+        (BUILD / "figures" / module.FIGURE).write_text(result.figure())
     for name in documents.figures():
         shutil.copy(BUILD / "figures" / name, documents.FIGURES / name)
     print(f"{facts.FILE}: {len(names)} facts\n{BUILD / 'index.html'}: all runs")

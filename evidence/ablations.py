@@ -4,14 +4,12 @@ from math import log2
 from statistics import fmean
 
 from angular_lab.report.read import SweepResults
-from angular_lab.report.results import curves
 from evidence.comparison import Comparison
 from evidence.kept import OURS, Kept
 from evidence.measures import (
     COOLDOWN,
     EARLY,
     LATE,
-    BySeed,
     Facts,
     grid,
     judged,
@@ -44,17 +42,12 @@ def _aux_lr(sweep: SweepResults, teaser: Comparison) -> Facts:
     separate = {name: sweep.finals(name, EARLY) for name in sweep.arms}
     shared = {name: teaser.at(name, "22.5M") for name in sweep.arms}
     gain = {name: lead(separate[name], shared[name]) for name in sweep.arms}
-
-    def order(at: dict[str, BySeed]) -> list[str]:
-        return sorted(at, key=lambda name: judged(at[name]))
-
     return {
         "separate": {name: summary(x) for name, x in separate.items()},
         "gain": gain,
         "lead_over_adamw": lead(separate[OURS], separate["adamw"]),
         "gain_over_a_quarter": gain["adamw"]["mean"] > teaser.lead("adamw", "22.5M")["mean"] / 4,
         "only_adamw_gains": {n for n, x in gain.items() if x["mean"] > 0} == {"adamw"},
-        "order_stays": order(separate) == order(shared),
     }
 
 
@@ -143,18 +136,13 @@ def _larger(sweep: SweepResults) -> Facts:
 
 def _angles(sweep: SweepResults) -> Facts:
     at = {name: sweep.finals(name, EARLY)[0] for name in sweep.arms}
-    return {
-        "flat_kappa_cost": at["angular_muown, kappa = 1"] - at[OURS],
-        "muon_decay_cost": at["muon, decay 0.1"] - at["muon, no decay"],
-    }
+    return {"flat_kappa_cost": at["angular_muown, kappa = 1"] - at[OURS]}
 
 
 def _variants(sweep: SweepResults, constrained_sweep: SweepResults) -> Facts:
-    """Changes of the method on seed 0, by the weights and by the average over 549 steps."""
-    published, slow = "as published", "kappa half as fast"
-    averaged = sweep.evaluated_by(549)
+    """Changes of the method on seed 0."""
+    published = "as published"
     loss = {name: sweep.finals(name, LATE)[0] for name in sweep.arms}
-    gain = {name: loss[name] - averaged.finals(name, LATE)[0] for name in loss}
     above = {name: x - loss[published] for name, x in loss.items() if name != published}
     pairs = [name for name in above if ", " in name]
     constrained, short = (
@@ -164,8 +152,6 @@ def _variants(sweep: SweepResults, constrained_sweep: SweepResults) -> Facts:
         "loss": {_slug(name): x for name, x in loss.items()},
         "above": {_slug(name): x for name, x in above.items()},
         "above_but_column_gains": spread(x for n, x in above.items() if n != "column gains"),
-        "average_gain": spread(x for name, x in gain.items() if name != slow),
-        "average_gain_slow_kappa": gain[slow],
         "single_changes": len(above) - len(pairs) + 1,  # with the constrained polar factor
         "pairs": len(pairs),
         "constrained": constrained,
@@ -190,8 +176,6 @@ def _average(sweep: SweepResults) -> Facts:
         "gain": {n: summary(x) | {"all_seeds": fmean(x.values())} for n, x in gain.items()},
         "goal_reached": min(gain[OURS].values()) >= 0.01,
         "loss": summary(averages[OURS]),
-        "lead": {n: lead(averages[OURS], averages[n]) for n in methods[1:]},
-        "speed_up": {n: speed_up(curves(tenth, OURS), averages[n]) for n in methods[1:]},
         "fifth_behind": fmean(fifth.finals(OURS, LATE).values()) - fmean(averages[OURS].values()),
         "two_fifths_worse_than_none": all(worse[s] > x for s, x in weights[OURS].items()),
         "without_cooldown": fmean(x.values("val_loss_averaged_0.1")[COOLDOWN] for x in trunks),

@@ -1,7 +1,6 @@
 """The comparison of five optimizers at four horizons, and the closest pair on more seeds."""
 
 from math import sqrt
-from statistics import fmean
 
 from angular_lab.report.results import curves
 from evidence.kept import OURS, Kept
@@ -88,7 +87,6 @@ def _claims(teaser: Comparison) -> Facts:
     half, twice = _ours_at_a_wrong_learning_rate(teaser)
     muown, normuon, muon = (min(teaser.grids[n].values()) for n in ("muown", "normuon", "muon"))
     return {
-        "lowest_on_every_seed": all(x["min"] > 0 for x in last.values()),
         "lowest_after_longer_cooldown": all(teaser.lead(n, LONGER)["min"] > 0 for n in OTHERS),
         "goal_reached": min(last["muown"]["min"], last["normuon"]["min"]) >= 0.005,
         "adamw_in_half_the_tokens_missed": speed_up(teaser.curves, teaser.at("adamw", "90M"))["max"]
@@ -113,7 +111,6 @@ def _closest(kept: Kept) -> Facts:
     return {
         "lead": lead(*at.values()),
         "training_lead": lead(*(training_losses(sweep, name, LATE) for name in at)),
-        "loss": {name: fmean(x.values()) for name, x in at.items()},
     }
 
 

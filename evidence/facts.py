@@ -18,6 +18,7 @@ from evidence import (
     speed,
     storage,
     verdicts,
+    whole_corpus,
 )
 from evidence.kept import RESULTS, Kept, Rows, read_json
 from evidence.measures import Facts, spread
@@ -25,7 +26,7 @@ from evidence.titles import titled
 
 FILE = RESULTS / "facts.json"
 HEADER = "The numbers that README.md, docs/ and results/README.md quote. `make evidence` writes it."
-SUBJECTS = (comparison, ablations, concurrent, one_pass, repeated, finetune, storage)
+SUBJECTS = (comparison, ablations, concurrent, one_pass, whole_corpus, repeated, finetune, storage)
 
 
 def compute(kept: Kept) -> Facts:
@@ -75,6 +76,7 @@ def write(facts: Facts, names: Iterable[str]) -> None:
 def tables(kept: Kept) -> dict[str, Rows]:
     """Return the report's tables and those that are made here, by name."""
     once, main = one_pass.OnePass(kept), headline.Headline(kept)
+    whole = whole_corpus.WholeCorpus(kept)
     report = {
         name: table if name.startswith("theory/") else titled(table)
         for name, table in kept.tables.items()
@@ -83,12 +85,15 @@ def tables(kept: Kept) -> dict[str, Rows]:
         report
         | verdicts.tables(kept)
         | {
+            "whole-corpus": whole.table(),
+            "goals": whole.goals(),
+            "advice": whole_corpus.advice(kept),
+            "grids": whole_corpus.grids(kept),
             "results": main.table(),
             "schedules-and-kappa": once.schedules_and_kappa(),
             "state-bytes": memory.table(),
             "side-by-side": speed.side_by_side(),
-            "one-pass-validation": titled(once.table("validation")),
-            "one-pass-training": titled(once.table("training")),
+            "one-pass-validation": titled(once.table()),
             "provenance": repeated.provenance(kept),
             "step-times": speed.step_times(),
             "step-memory": speed.step_memory(),

@@ -22,7 +22,7 @@ PHRASES = OPTIMIZERS | {
 }
 PATTERN = re.compile(rf"\b(?:{'|'.join(map(re.escape, PHRASES))})\b")
 # Columns that name a method; in others "muon" may be part of a name of the library.
-NAMES = {"method", "optimizer", "over", "claim", "validation", "training"}
+NAMES = {"method", "optimizer", "over", "claim"}
 
 
 def title(arm: str) -> str:

@@ -10,10 +10,8 @@ from angular_lab.report.tables import tokens_form
 from evidence.comparison import Comparison
 from evidence.kept import OURS, Kept, Rows
 from evidence.measures import speed_up
-from evidence.one_pass import pairs_of_schedules
 from evidence.titles import title
-
-WINDOWS = (0.1, 0.2, 0.4)  # of the averages, as shares of the steps
+from evidence.whole_corpus import pairs_of_schedules
 
 
 def judge(ours: Mapping[int, float], other: Mapping[int, float]) -> str:
@@ -27,7 +25,7 @@ def tables(kept: Kept) -> dict[str, Rows]:
     [views["teaser-cooldown-20"]] = kept.sweeps["teaser"].variant_views()
     views["one-pass-schedules"] = pairs_of_schedules(kept.sweeps["one-pass-long"])
     rows = {f"verdicts-{name}": pairs(view) for name, view in views.items()}
-    return rows | {"verdicts-average-windows": _windows(kept), "paper-claims": _paper(kept)}
+    return rows | {"paper-claims": _paper(kept)}
 
 
 def pairs(sweep: SweepResults) -> Rows:
@@ -45,16 +43,6 @@ def pairs(sweep: SweepResults) -> Rows:
         rows.append([title(a), title(b), tokens, *cells, label, result.to_settle or "-"])
     head = ["method", "against", "tokens", "difference", "95% interval", "seeds", "lower?"]
     return [[*head, "to settle"], *rows]
-
-
-def _windows(kept: Kept) -> Rows:
-    """Pairs by the averages of the last weights."""
-    head: list[str] = []
-    body: Rows = []
-    for window in WINDOWS:
-        head, *rows = pairs(kept.sweeps["average"].evaluated_by(window))
-        body += [[str(window), *row] for row in rows]
-    return [["window", *head], *body]
 
 
 def _paper(kept: Kept) -> Rows:
