@@ -72,9 +72,9 @@ TYPES = {
 }
 ROW_ELEMENTS = 2048  # per program of a row kernel
 WARP_ELEMENTS = 1024  # per warp of one, if rows are longer
-# Rounding to 8 bits takes registers: with 32 entries per thread, rows of 8,192 entries took twice
-# the time of a float32 momentum.
-WARP_ELEMENTS_8_BIT = 512
+# Rounding to 8 bits takes registers. With as many per thread as the compiler would take, half as
+# many rows of 8,192 entries are in flight as with a float32 momentum, and take twice the time.
+WARP_ELEMENTS_8_BIT, REGISTERS_8_BIT = 512, 64
 TRANSPOSE_TILE = 64
 ROW_BYTES, BANDWIDTH = 32, 4.2e6  # bytes per element, bytes per microsecond on an H200
 BLOCK = 1024  # rows at a time, in kernels whose programs read all rows of a matrix
@@ -241,9 +241,12 @@ def launch_rows(kernel: Any, m: int, n: int, count: int, *args: Any) -> None:
     """
     columns = triton.next_power_of_2(n)
     height = max(1, ROW_ELEMENTS // columns)
-    each = WARP_ELEMENTS_8_BIT if args[-1] is TYPES[torch.int8] else WARP_ELEMENTS
+    eight_bit = args[-1] is TYPES[torch.int8]
+    each = WARP_ELEMENTS_8_BIT if eight_bit else WARP_ELEMENTS
     warps = min(32, max(4, height * columns // each))
-    kernel[triton.cdiv(m, height), count](*args, height, columns, num_warps=warps)
+    limits = {"maxnreg": REGISTERS_8_BIT} if eight_bit and torch.version.hip is None else {}
+    grid = triton.cdiv(m, height), count
+    kernel[grid](*args, height, columns, num_warps=warps, **limits)
 
 
 # The order of a step's launches.
