@@ -29,6 +29,7 @@ from angular_lab.errors import UserError
 from angular_lab.run_folder import PREFIX, write_atomically
 from angular_lab.text import short_bytes
 from angular_lab.training.ranks import Ranks
+from angular_muown.integrations.checkpoint import MomentumLoadPlanner
 
 log = logging.getLogger(__name__)
 HASHES = "hashes.json"
@@ -389,7 +390,7 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-class SafePlanner(dcp.DefaultLoadPlanner):
+class SafePlanner(MomentumLoadPlanner):
     """Loads plain values by torch's weights-only unpickler; torch's planner takes any pickle."""
 
     def load_bytes(self, read_item: Any, value: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from angular_lab.config.spec import OptimSpec, Spec
 from angular_lab.errors import UserError
 from angular_lab.run_folder import RunFolder
-from angular_lab.training import build
+from angular_lab.training import build, checkpoint
 from angular_lab.training.ranks import Ranks
 from angular_lab.training.start import train
 from tests.lab.runs import tiny
@@ -47,6 +47,21 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(data, tmp_path) -> None:
     assert part.metrics_path.read_bytes() == expected
     train(spec_of(data), tmp_path / "part", True, "cpu", resume_step=8)
     assert RunFolder(tmp_path / "part").metrics_path.read_bytes() == expected
+
+
+@pytest.mark.parametrize("dtypes", [(None, "int8"), ("int8", None)])
+def test_a_checkpoint_loads_into_another_state_dtype(data, tmp_path, dtypes) -> None:
+    """As in a branch that changes optim.state_dtype."""
+    saved, asked = (tiny(data, optim=OptimSpec(state_dtype=dtype)) for dtype in dtypes)
+    run = train(saved, tmp_path / "run", device="cpu")
+    ranks = Ranks(0, 1, torch.device("cpu"))
+    model = build.make_model(asked, ranks)
+    optimizer = build.make_optimizer(model, asked)
+    with pytest.warns(UserWarning, match="state_dtype"):
+        checkpoint.load(checkpoint.find(run.checkpoints), model, optimizer, ranks)
+    wanted = torch.int8 if asked.optim.state_dtype else torch.float32
+    momenta = [state.get("momentum_buffer") for state in optimizer.state.values()]
+    assert {M.dtype for M in momenta if M is not None} == {wanted}
 
 
 def test_fsdp_does_not_take_weights_of_two_dtypes(data) -> None:
