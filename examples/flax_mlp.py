@@ -43,7 +43,7 @@ def loss(network: Network, params: Any, tokens: jax.Array, answers: jax.Array) -
 
 def wsd(peak: float, steps: int) -> tuple[optax.Schedule, int]:
     """Return a schedule of warm-up, constant and cooldown, and the steps of its warm-up."""
-    warmup, cooldown = steps // 10, steps // 5
+    warmup, cooldown = steps // 10, steps // 2
     parts = [
         optax.linear_schedule(peak / (warmup + 1), peak, warmup),
         optax.constant_schedule(peak),

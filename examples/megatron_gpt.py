@@ -96,7 +96,7 @@ def make_scheduler(optimizer: Any, steps: int, done: int = 0) -> Any:
 
     scheduler = OptimizerParamScheduler(
         optimizer, init_lr=0.0, max_lr=LR, min_lr=0.0, lr_warmup_steps=WARMUP,
-        lr_decay_steps=steps, lr_decay_style="WSD", wsd_decay_steps=steps // 5,
+        lr_decay_steps=steps, lr_decay_style="WSD", wsd_decay_steps=steps // 2,
         lr_wsd_decay_style="linear", start_wd=0.0, end_wd=0.0, wd_incr_steps=steps,
         wd_incr_style="constant",
     )  # fmt: skip

@@ -64,7 +64,7 @@ def make_config(out: Path, steps: int) -> Any:
     config = llama3_debugmodel()
     config.optimizer = angular_muown(lr=0.02, warmup_steps=4)  # instead of AdamW
     config.optimizer.implementation = "foreach"  # "fused", the default, is for a GPU
-    config.lr_scheduler.warmup_steps, config.lr_scheduler.decay_ratio = 4, 0.25
+    config.lr_scheduler.warmup_steps, config.lr_scheduler.decay_ratio = 4, 0.5
 
     config.model_spec.model.layers = config.model_spec.model.layers[:2]
     for layer in config.model_spec.model.layers:  # FlexAttention has no backward on a CPU

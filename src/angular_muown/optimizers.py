@@ -164,7 +164,7 @@ class AngularMuown(Engine):
             warn(
                 f"lr has fallen to {group['lr']:.3g} over most of the run while kappa fell to "
                 f"{kappa():.3g}, so the angle of a step decays twice. Use wsd_schedule, which "
-                "keeps lr constant for most of the run, or switch kappa off by decay_degree=0, as "
+                "keeps lr constant before its cooldown, or switch kappa off by decay_degree=0, as "
                 "cosine_schedule and linear_schedule do, or tune lr for both: it has to be higher"
             )
 

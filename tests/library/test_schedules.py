@@ -164,8 +164,10 @@ def test_kappa_under_a_falling_learning_rate_warns_once(name) -> None:
 
 @pytest.mark.parametrize("cooldown", [0.1, 0.2, 0.5])
 def test_wsd_does_not_warn(cooldown) -> None:
-    optimizer = matrix(decay_scale=0.01)
-    assert run(optimizer, wsd_schedule(optimizer, 300, cooldown=cooldown)) == []
+    for steps in (16, 24, 300):
+        optimizer = matrix(decay_scale=5 / steps)
+        scheduler = wsd_schedule(optimizer, steps, warmup=0.1, cooldown=cooldown)
+        assert run(optimizer, scheduler, steps) == []
 
 
 @pytest.mark.parametrize("name", FALLING)
