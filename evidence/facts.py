@@ -99,7 +99,6 @@ def tables(kept: Kept) -> dict[str, Rows]:
             "step-memory": speed.step_memory(),
             "throughput": speed.throughput(),
             "pace": titled(speed.pace_table()),
-            "pace-on-bytes": titled(speed.pace_on_bytes()),
             "momentum": storage.momentum_table(),
             "throughput-of-optimizers": titled(speed.throughput_of_optimizers()),
             "orthogonalize": speed.orthogonalize(),

@@ -1,12 +1,11 @@
 """Kept benchmarks of one GPU: steps, training throughput, products of the polar factor."""
 
 from collections.abc import Iterable, Sequence
-from itertools import combinations, product
+from itertools import product
 from math import ceil
-from statistics import correlation, fmean
 from typing import Any
 
-from angular_lab.pace.record import Pace, quartiles
+from angular_lab.pace.record import Pace
 from evidence.kept import OURS, RESULTS, Rows, read_json
 from evidence.measures import Facts, spread
 
@@ -15,9 +14,7 @@ GOALS = {"gpt124": 3.0, "llama1b": 60, "moe1.1b": 34}  # milliseconds
 FUSED = ("AngularMuown", "Muown", "NorMuown", "Muon", "NorMuon")
 EAGER = ("Hyperball", "MagnitudeDirection")
 FILES = {"first": "fused", "second": "fused_again", "earlier": "rivals"}  # the others by their name
-PACE = RESULTS / "pace_s_h200.json"  # by `angular-lab pace s data=...`, on a corpus like that of s
-# On bytes the gradient of the embedding takes longer, so that ratios are too close to 1.
-PACE_ON_BYTES = RESULTS / "pace_s_bytes_h200.json"
+PACE = RESULTS / "pace_s_h200.json"  # on a part of the corpora of s, with their tokenizer
 Run = dict[str, dict[str, dict[str, Any]]]  # by shapes and optimizer
 
 
@@ -36,8 +33,7 @@ def facts() -> Facts:
     return {
         "step_time": runs | {"tflops": tflops} | _ranges(*(runs[n] for n in FILES)) | _goals(runs),
         "throughput": _throughput(),
-        "pace": _pace_facts(measured_pace()),
-        "pace_on_bytes": _pace_facts(_bytes_pace()) | _dependence_on_bytes(),
+        "pace": _pace_facts(),
     }
 
 
@@ -162,65 +158,35 @@ def _throughput() -> Facts:
     }
 
 
-def measured_pace() -> Pace | None:
-    """Return the kept pace of model S; None if there is none. One of a shared GPU is an error."""
-    if not PACE.exists():
-        return None
+def measured_pace() -> Pace:
+    """Return the kept pace of model S. One of a shared GPU is an error."""
     pace = Pace.read(PACE)
     if pace.disturbed_by:
         raise ValueError(f"{PACE.name} gives no factor: {'; '.join(pace.disturbed_by)}")
     return pace
 
 
-def time_ratio(other: str) -> float | None:
-    """Return the time per step of another optimizer over that of ours; None without a pace, which
-    is the only source of factors in time."""
+def time_ratio(other: str) -> float:
+    """Return the time per step of another optimizer over that of ours. The pace is the only source
+    of factors in time."""
     pace = measured_pace()
-    return pace.ratios(pace.of(other), pace.of(OURS)).median if pace else None
+    return pace.ratios(pace.of(other), pace.of(OURS)).median
 
 
-def _bytes_pace() -> Pace:
-    return Pace.read(PACE_ON_BYTES)
-
-
-def _dependence_on_bytes() -> Facts:
-    """Every optimizer has the same batches, so what their steps have in common is the batches'. By
-    distances from the mean of a turn, which no slow drift changes."""
-    pace = _bytes_pace()
-    steps = [[x - fmean(turn) for turn in timed.seconds for x in turn] for timed in pace.timed]
-    adamw, ours = (1e3 * quartiles(pace.of(name).by_round).median for name in ("adamw", OURS))
-    random = _optimizers()["adamw"]["step_ms"]
-    return {
-        "correlation": min(correlation(a, b) for a, b in combinations(steps, 2)),
-        "above_random_tokens_ms": adamw - random,
-        "ours_above_adamw_ms": ours - adamw,
-    }
-
-
-def _pace_facts(pace: Pace | None) -> Facts:
-    rows = pace.rows() if pace else []
+def _pace_facts() -> Facts:
     return {
         row["optimizer"]: {
             "ms": row["ms"]["median"],
             "M_per_second": row["tokens_per_second"] / 1e6,
             "time_ratio": row["time_ratio"],
         }
-        for row in rows
+        for row in measured_pace().rows()
     }
 
 
 def pace_table() -> Rows:
-    """The pace for a document; only a header before it is measured."""
-    return _pace_rows(measured_pace())
-
-
-def pace_on_bytes() -> Rows:
-    return _pace_rows(_bytes_pace())
-
-
-def _pace_rows(pace: Pace | None) -> Rows:
     rows = []
-    for row in pace.rows() if pace else []:
+    for row in measured_pace().rows():
         ms, ratio = row["ms"], row["time_ratio"]
         times = f"{ms['median']:.2f}", f"{ms['first']:.2f} to {ms['third']:.2f}"
         ratios = f"{ratio['median']:.3f}×", f"{ratio['first']:.3f} to {ratio['third']:.3f}"

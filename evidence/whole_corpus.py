@@ -13,6 +13,7 @@ from evidence.dots import DotFigure, DotRow
 from evidence.kept import OURS, Kept, Rows
 from evidence.measures import CHOOSER, BySeed, Facts, grid, judged, judging, training_losses
 from evidence.one_pass import METHODS
+from evidence.speed import time_ratio
 from evidence.titles import title
 
 FIGURE = "whole-corpus.svg"
@@ -239,6 +240,7 @@ def facts(kept: Kept) -> Facts:
             "lead": {name: whole.lead(arm) for name, arm in others.items()},
             "outcome": {name: word(whole.verdict(arm)) for name, arm in others.items()},
             "fewer_tokens": {name: whole.fewer_tokens(arm) for name, arm in others.items()},
+            "less_time_than_adamw": whole.fewer_tokens(whole.best["adamw"]) * time_ratio("adamw"),
             "adamw_in_half_the_tokens_missed": whole.fewer_tokens(whole.best["adamw"]) < 2,
             "cooldown_gain": {"mean": -gain.paired.mean, "outcome": word(gain)},
             "flat_kappa_outcome": word(verdict(judging(flat.losses), judging(linear.losses))),
