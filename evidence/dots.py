@@ -8,6 +8,7 @@ from evidence.measures import CHOOSER, BySeed, judged, judging
 WIDTH, RIGHT, TOP, ROW = 560, 474, 132, 48
 INK, GREY, ACCENT = "#1f2328", "#59636e", "#0072b2"
 STEPS = (0.01, 0.02, 0.04, 0.05, 0.1)  # between ticks
+TICK = 48  # pixels that a tick's number needs
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ class DotFigure:
         ]
 
     def _axis(self) -> list[str]:
-        step = next((x for x in STEPS if (self.high - self.low) / x < 5), STEPS[-1])
+        most = (RIGHT - self.left) / TICK
+        step = next((x for x in STEPS if (self.high - self.low) / x < most), STEPS[-1])
         first = int(self.low / step) + 1
         lines = []
         for count in range(first, int(self.high / step) + 1):

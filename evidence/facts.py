@@ -17,6 +17,7 @@ from evidence import (
     repeated,
     speed,
     storage,
+    trials,
     verdicts,
     whole_corpus,
 )
@@ -26,7 +27,17 @@ from evidence.titles import titled
 
 FILE = RESULTS / "facts.json"
 HEADER = "The numbers that README.md, docs/ and results/README.md quote. `make evidence` writes it."
-SUBJECTS = (comparison, ablations, concurrent, one_pass, whole_corpus, repeated, finetune, storage)
+SUBJECTS = (
+    comparison,
+    ablations,
+    concurrent,
+    one_pass,
+    whole_corpus,
+    repeated,
+    finetune,
+    storage,
+    trials,
+)
 
 
 def compute(kept: Kept) -> Facts:
@@ -35,9 +46,8 @@ def compute(kept: Kept) -> Facts:
     for subject in SUBJECTS:
         nested |= subject.facts(kept)
     facts = flatten(nested)
-    if (ratio := speed.time_ratio("adamw")) is not None:
-        for name in ("teaser.adamw", "tuned_adamw"):
-            facts[f"{name}.speed_up.wall_clock"] = facts[f"{name}.speed_up.mean"] * ratio
+    in_tokens = facts["tuned_adamw.speed_up.mean"]
+    facts["tuned_adamw.speed_up.wall_clock"] = in_tokens * speed.time_ratio("adamw")
     return facts
 
 
@@ -100,6 +110,7 @@ def tables(kept: Kept) -> dict[str, Rows]:
             "throughput": speed.throughput(),
             "pace": titled(speed.pace_table()),
             "momentum": storage.momentum_table(),
+            "train-memory": storage.train_memory_table(),
             "throughput-of-optimizers": titled(speed.throughput_of_optimizers()),
             "orthogonalize": speed.orthogonalize(),
             "spectra": speed.spectra(),

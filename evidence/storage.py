@@ -3,27 +3,28 @@
 from typing import Any
 
 from evidence.kept import OURS, Kept, Rows, read_json
-from evidence.measures import LATE, Facts, lead, spread, summary
+from evidence.measures import LATE, Facts, lead, spread
 from evidence.speed import DIGITS
+from evidence.titles import title
 
 GOAL = 0.003  # nat that 8 bits may cost
-EIGHT_BIT = "8-bit momentum"
+EIGHT_BIT, BF16 = "8-bit momentum", "bf16 weights"
 WEIGHTS = MOMENTA = ("float32", "bfloat16")
 EIGHT = "int8"
 
 
 def facts(kept: Kept) -> Facts:
     sweep = kept.sweeps["storage"]
-    plain, eight = (sweep.finals(arm, LATE) for arm in (OURS, EIGHT_BIT))
-    difference = lead(plain, eight)
-    run = {trial.arm for trial in sweep.trials}
+    weights = {"float32": (OURS, EIGHT_BIT), "bf16": (BF16, f"{BF16}, {EIGHT_BIT}")}
+    differences = {
+        name: lead(*(sweep.finals(arm, LATE) for arm in arms)) for name, arms in weights.items()
+    }
     return {
         "storage": {
-            "loss": {"float32": summary(plain), "int8": summary(eight)},
-            "difference": difference,
-            "mean_meets_goal": difference["mean"] < GOAL,
-            "goal_not_settled": difference["low"] < GOAL < difference["high"],
-            "bf16_weights_not_run": run == {OURS, EIGHT_BIT},
+            "difference": differences,
+            "means_meet_goal": all(x["mean"] < GOAL for x in differences.values()),
+            "bf16_is_settled": differences["bf16"]["high"] < GOAL,
+            "float32_is_open": differences["float32"]["high"] > GOAL,
         },
         "momentum": _momentum_facts(),
     }
@@ -35,13 +36,15 @@ def _measured() -> dict[tuple[str, str], dict[str, Any]]:
     return {(row["shapes"], row["weights"]): row for row in rows}
 
 
+def _longer(row: dict[str, Any], dtype: str = EIGHT) -> float:
+    """Return how much longer a step is than with a float32 momentum, as a share."""
+    return row["times"][dtype]["ms"] / row["times"]["float32"]["ms"] - 1
+
+
 def _momentum_facts() -> Facts:
     rows = _measured()
     longer = {
-        dtype: spread(
-            x["times"][dtype]["ms"] / x["times"]["float32"]["ms"] - 1 for x in rows.values()
-        )
-        for dtype in ("bfloat16", EIGHT)
+        dtype: spread(_longer(row, dtype) for row in rows.values()) for dtype in ("bfloat16", EIGHT)
     }
     saved = {
         weights: spread(
@@ -51,7 +54,8 @@ def _momentum_facts() -> Facts:
         )
         for weights in WEIGHTS
     }
-    return {"longer": longer, "saved": saved}
+    longest = max(rows, key=lambda key: _longer(rows[key]))
+    return {"longer": longer, "saved": saved, "longest_is_llama1b": longest[0] == "llama1b"}
 
 
 def momentum_table() -> Rows:
@@ -66,3 +70,20 @@ def momentum_table() -> Rows:
             memory = (f"{x['memory'][dtype]['peak_gib']:.2f}" for x in measured.values())
             body.append([weights, dtype, *times, *memory])
     return [head, *body]
+
+
+def train_memory_table() -> Rows:
+    """Bytes per parameter of the hidden matrices and GiB of a training step, by dtypes."""
+    head = ["model", "optimizer", "weights", "gradients", "state", "held, GiB", "peak, GiB"]
+    measured = read_json("train_memory_h200")
+    rows = [
+        [
+            model,
+            title(row["setup"]),
+            *(f"{x:.2f}" for x in row["bytes_per_hidden_parameter"].values()),
+            *(f"{row[name]:.2f}" for name in ("held_gib", "peak_gib")),
+        ]
+        for model in ("llama1b", "moe1.1b")
+        for row in measured[model]
+    ]
+    return [head, *rows]

@@ -19,6 +19,7 @@ PHRASES = OPTIMIZERS | {
     "falling rate": "falling learning rate",
     "radius rate": "`radius_lr`",
     "aux rate": "`aux_lr`",
+    "aux_beta2 0.99, momentum from 0.85": "β₂ 0.99, ramped β",
 }
 PATTERN = re.compile(rf"\b(?:{'|'.join(map(re.escape, PHRASES))})\b")
 # Columns that name a method; in others "muon" may be part of a name of the library.

@@ -12,7 +12,8 @@ from angular_lab.sweeps.trials import make_trial
 from evidence.kept import ARCHIVES, RESULTS, unpack
 
 MIXTURE = "fb88e2d2a62a"  # fingerprint of the corpus, see results/README.md
-OTHERS = {"one-pass": "702af5e354cb", "one-pass-long": "702af5e354cb", "storage": "b4ec63ca3369"}
+ONE_PASS = ("one-pass", "one-pass-long", "trials", "one-pass-closest")
+OTHERS = dict.fromkeys(ONE_PASS, "702af5e354cb") | {"storage": "b4ec63ca3369"}
 # Variants whose options the library no longer has.
 REMOVED = {"column gains", "exact angle", "row second moment", "tangent momentum"}
 

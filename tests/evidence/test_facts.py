@@ -72,12 +72,12 @@ def test_the_figure_of_the_first_edition_shows_every_seed_of_the_kept_runs(kept:
 
 
 def _with_new_runs(kept: Kept) -> Kept:
-    """Return the kept runs with a fourth judging seed of two arms, and a variant in a sweep of its
-    own that is lower by 0.02 than AngularMuown."""
+    """Return the kept runs with one more judging seed of two arms, and a variant in a sweep of its
+    own that is lower by 0.05 than AngularMuown."""
     ours, other = "angular_muown, cooldown 50%", "normuon, decay 0.1, linear to zero"
     long = kept.sweeps["one-pass-long"]
-    fourth = [replace(long.at_best(arm)[3], seed=4) for arm in (ours, other)]
-    more = replace(long, trials=long.trials + fourth)
+    fifth = [replace(long.at_best(arm)[3], seed=5) for arm in (ours, other)]
+    more = replace(long, trials=long.trials + fifth)
     lower = [
         replace(trial, arm="mixed momentum", ends={h: _lower(r) for h, r in trial.ends.items()})
         for seed, trial in more.at_best(ours).items()
@@ -85,10 +85,10 @@ def _with_new_runs(kept: Kept) -> Kept:
     ]
     best = {"mixed momentum": long.best[ours]}
     arms = (replace(long.record.arms[2], label="mixed momentum", optimizer="angular_muown"),)
-    record = replace(long.record, experiment="trials", arms=arms)
-    trials = replace(long, record=record, arms=[*best], trials=lower, best=best)
+    record = replace(long.record, experiment="mixed", arms=arms)
+    mixed = replace(long, record=record, arms=[*best], trials=lower, best=best)
     new = Kept(kept.folder)
-    new.__dict__["sweeps"] = kept.sweeps | {"one-pass-long": more, "trials": trials}
+    new.__dict__["sweeps"] = kept.sweeps | {"one-pass-long": more, "mixed": mixed}
     return new
 
 
@@ -96,7 +96,7 @@ def _lower(run: Run) -> Run:
     rows = []
     for row in run.metrics:
         loss = row.get("val_loss")
-        more = row.more if loss is None else {**row.more, "val_loss": loss - 0.02}
+        more = row.more if loss is None else {**row.more, "val_loss": loss - 0.05}
         rows.append(replace(row, more=more))
     return replace(run, metrics=tuple(rows))
 
@@ -107,14 +107,14 @@ def test_new_arms_seeds_and_verdicts_fill_in_by_themselves(kept: Kept) -> None:
     rows = {row[0]: row for row in table[1:]}
     assert rows["AngularMuown, mixed momentum"][1] == "cooldown 50%, 0.025 †"
     assert rows["AngularMuown, mixed momentum"][7:] == ["reversed", "not reached"]
-    assert rows["NorMuon, decay 0.1"][4] == "1, 2, 3, 4"
+    assert rows["NorMuon, decay 0.1"][4] == "1, 2, 3, 4, 5"
     assert rows["NorMuon, decay 0.1"][7].startswith("holds")
     long = whole_corpus.pairs_of_schedules(new.sweeps["one-pass-long"])
-    assert 4 in long.judged("angular_muown, cooldown 50%", long.horizons[0])
+    assert 5 in long.judged("angular_muown, cooldown 50%", long.horizons[0])
     *_, variant = whole_corpus.WholeCorpus(new).goals()
-    assert variant[1:] == ["0.0200 lower on 4 seeds, AngularMuown, mixed momentum", "reached"]
-    assert "4: " not in whole_corpus.WholeCorpus(kept).figure()
-    assert "mixed momentum, cooldown 50%, seed 4" in whole_corpus.WholeCorpus(new).figure()
+    assert variant[1:] == ["0.050 lower on 4 seeds, AngularMuown, mixed momentum", "reached"]
+    assert "seed 5: " not in whole_corpus.WholeCorpus(kept).figure()
+    assert "mixed momentum, cooldown 50%, seed 5" in whole_corpus.WholeCorpus(new).figure()
     assert whole_corpus.facts(new)["one_pass_long"]["outcome"]["normuon_decay"] == "holds"
 
 

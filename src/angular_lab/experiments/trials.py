@@ -16,61 +16,88 @@ LOWER = 1.6e-2  # the next one of its grid
 AVERAGES = (0.03, 0.1)  # windows, as shares of the steps; evaluating them changes no run
 STRENGTHS = (0.3, 0.6)  # of two published uses of EMA-Nesterov
 # The auxiliary AdamW remembers longer, and the momentum rises from 0.85 and falls back.
-LONGER: dict[str, Any] = {"aux_beta2": 0.99, "momentum_start": 0.85}
-STACK = "extrapolation 0.6, aux_beta2 0.99, momentum from 0.85"
+MEMORY, RAMP = {"aux_beta2": 0.99}, {"momentum_start": 0.85}
+LONGER = "aux_beta2 0.99, momentum from 0.85"
 ALONE = tuple(f"extrapolation {strength:g}" for strength in STRENGTHS)
+STACK = f"{ALONE[1]}, {LONGER}"
 BASELINE = f"{OURS}, {LONG}"
+# The closest competitors, and their best learning rates at a quarter of the corpus and over all.
+RIVALS = (
+    (DECAYED, LINEAR, 1.6e-2, 6e-3),
+    (DECAYED, LONG, 6e-3, 4e-3),
+    ("muon", LINEAR, 1e-2, 8e-3),
+    ("adamw", LONG, 1.25e-3, 1.25e-3),
+)
 
 
-def _trial(scale: str, strength: float = 0.0, **changes: Any) -> Spec:
-    spec = spec_of(scale, OURS, LONG)
+def _changed(spec: Spec, scale: str, strength: float = 0.0, **changes: Any) -> Spec:
     if scale == "nano" and "momentum_start" in changes:
         changes |= {"momentum_ramp": 5}
-    moved = ExtrapolateSpec(strength=strength)
-    optim = replace(spec.optim, **changes)
+    moved, optim = ExtrapolateSpec(strength=strength), replace(spec.optim, **changes)
     return replace(spec, optim=optim, extrapolate=moved, average=AVERAGES)
 
 
-def _arms(scale: str) -> tuple[Arm, ...]:
+def _ours(scale: str) -> tuple[Arm, ...]:
     """Return the method as it is and its trials; those that lengthen steps also at a lower learning
     rate."""
+    usual = spec_of(scale, OURS, LONG)
     longer = {
-        STACK: _trial(scale, STRENGTHS[1], **LONGER),
-        ALONE[1]: _trial(scale, STRENGTHS[1]),
-        "momentum 0.975": _trial(scale, momentum=0.975),
+        STACK: _changed(usual, scale, STRENGTHS[1], **MEMORY, **RAMP),
+        ALONE[1]: _changed(usual, scale, STRENGTHS[1]),
+        "momentum 0.975": _changed(usual, scale, momentum=0.975),
+    }
+    others = {
+        ALONE[0]: _changed(usual, scale, STRENGTHS[0]),
+        LONGER: _changed(usual, scale, **MEMORY, **RAMP),
+        "aux_beta2 0.99": _changed(usual, scale, **MEMORY),
+        "momentum from 0.85": _changed(usual, scale, **RAMP),
+        "aux_beta2 0.999, momentum from 0.85": _changed(usual, scale, aux_beta2=0.999, **RAMP),
     }
     return (
-        Arm(BASELINE, spec_of(scale, OURS, LONG), (RATE,)),
+        Arm(BASELINE, usual, (RATE,)),
         *(Arm(label, spec, (RATE,)) for label, spec in longer.items()),
         *(Arm(f"{label}, lr {LOWER:g}", spec, (LOWER,)) for label, spec in longer.items()),
-        Arm(ALONE[0], _trial(scale, STRENGTHS[0]), (RATE,)),
-        Arm("aux_beta2 0.99, momentum from 0.85", _trial(scale, **LONGER), (RATE,)),
+        *(Arm(label, spec, (RATE,)) for label, spec in others.items()),
     )
 
 
-def _against_baseline(arms: tuple[Arm, ...]) -> tuple[tuple[str, str], ...]:
-    return tuple((arm.label, BASELINE) for arm in arms if arm.label != BASELINE)
+def _rivals(scale: str, whole: bool) -> dict[Arm, Arm]:
+    """Return competitors as they are, each with what helped ours: it may help them as well."""
+    arms = {}
+    for method, schedule, *rates in RIVALS:
+        spec, label = spec_of(scale, method, schedule), f"{method}, {schedule}"
+        ramp, name = (RAMP, LONGER) if method != "adamw" else ({}, "aux_beta2 0.99")
+        changed = _changed(spec, scale, **MEMORY, **ramp)
+        values = (rates[whole],)
+        arms[Arm(label, spec, values)] = Arm(f"{label}, {name}", changed, values)
+    return arms
+
+
+def _plan(name: str, scale: str, title: str, seeds: tuple[int, ...], whole: bool) -> Experiment:
+    ours, rivals = _ours(scale), _rivals(scale, whole)
+    pairs = (
+        *((BASELINE, rival.label) for rival in rivals),
+        *((arm.label, BASELINE) for arm in ours[1:]),
+        *((changed.label, rival.label) for rival, changed in rivals.items()),
+        *((LONGER, changed.label) for changed in rivals.values()),
+    )
+    arms = (ours[0], *rivals, *ours[1:], *rivals.values())
+    horizon = STEPS[scale][-1 if whole else 0]
+    chosen_on = tuning_seed(scale) if whole else None
+    return Experiment(
+        name, scale, title, arms, (horizon,), seeds, BASELINE, pairs, tuning_seed=chosen_on
+    )
 
 
 def trials(scale: str) -> Experiment:
     """Screen the trials on one seed: what is worth four others."""
-    arms, title = _arms(scale), "Trials: changes of AngularMuown at a quarter of the corpus"
-    pairs, horizon = _against_baseline(arms), STEPS[scale][:1]
-    return Experiment("trials", scale, title, arms, horizon, SEEDS[scale][:1], BASELINE, pairs)
+    title = "Trials: changes of AngularMuown at a quarter of the corpus"
+    return _plan("trials", scale, title, SEEDS[scale][:1], whole=False)
 
 
 def closest(scale: str) -> Experiment:
-    """Compare AngularMuown at its best schedule with the closest competitor under two, and with its
-    own trials, on four seeds that chose nothing."""
-    tried = _arms(scale)
-    rivals = (
-        Arm(f"{DECAYED}, {LINEAR}", spec_of(scale, DECAYED, LINEAR), (6e-3,)),
-        Arm(f"{DECAYED}, {LONG}", spec_of(scale, DECAYED, LONG), (4e-3,)),
-    )
-    pairs = (*((BASELINE, rival.label) for rival in rivals), *_against_baseline(tried))
+    """Compare AngularMuown at its best schedule with its closest competitors, and with its own
+    trials, on four seeds that chose nothing."""
     seeds = (1, 2, 3, 4) if scale == "s" else SEEDS[scale]
-    title, horizon = "Corpus read once: the closest methods and trials", STEPS[scale][-1:]
-    return Experiment(
-        "one-pass-closest", scale, title, (*tried[:1], *rivals, *tried[1:]), horizon, seeds,
-        BASELINE, pairs, tuning_seed=tuning_seed(scale),
-    )  # fmt: skip
+    title = "Corpus read once: the closest methods and trials"
+    return _plan("one-pass-closest", scale, title, seeds, whole=True)

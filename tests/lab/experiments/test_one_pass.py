@@ -64,29 +64,40 @@ def test_the_whole_corpus_differs_from_a_quarter_in_its_length_and_rates_alone()
     assert {method for method, _, _ in WHOLE} == {method for method, _, _ in GRIDS}
 
 
-def test_trials_differ_from_the_baseline_in_what_they_are_named_for() -> None:
-    quarter, whole = experiment("trials", "s"), experiment("one-pass-closest", "s")
-    usual = SPECS[BASELINE]
-    assert quarter.arms[0].spec == usual
-    for arm in quarter.arms[1:]:
+NAMED = {  # what a label says, and the setting that it stands for
+    "extrapolation": "extrapolate.strength",
+    "aux_beta2": "optim.aux_beta2",
+    "momentum from": "optim.momentum_start",
+    "momentum 0": "optim.momentum",
+}
+
+
+def test_trials_differ_from_their_method_in_what_they_are_named_for() -> None:
+    plan = experiment("trials", "s")
+    for arm in plan.arms:
+        base = next((label for label in SPECS if arm.label.startswith(label)), BASELINE)
+        if arm.label == base:
+            assert arm.spec == SPECS[base]
+            continue
+        usual = SPECS[base]
         changed = {key for key in keys(usual) if get(arm.spec, key) != get(usual, key)}
-        parts = {"extrapolation": "extrapolate.strength", "aux_beta2": "optim.aux_beta2",
-                 "momentum from": "optim.momentum_start",
-                 "momentum 0": "optim.momentum"}  # fmt: skip
-        assert changed == {"average", *(key for name, key in parts.items() if name in arm.label)}
-        assert arm.values == ((1.6e-2,) if "lr 0.016" in arm.label else (2.5e-2,))
-    assert {arm.label: arm.spec for arm in whole.arms}.items() >= {
-        arm.label: arm.spec for arm in quarter.arms
-    }.items()
+        named = {key for name, key in NAMED.items() if name in arm.label.removeprefix(base)}
+        assert changed == {"average", *named}
+    assert BASELINE == plan.ours == plan.arms[0].label
 
 
-def test_the_closest_methods_are_those_of_the_whole_corpus_at_their_chosen_rates() -> None:
-    plan = experiment("one-pass-closest", "s")
-    whole = {arm.label: arm for arm in experiment("one-pass-long", "s").arms}
-    shared = [arm for arm in plan.arms if arm.label in whole]
-    assert len(shared) == 3
-    for arm in shared:
-        assert arm.spec == whole[arm.label].spec
-        assert set(arm.values) <= set(whole[arm.label].values)
-    assert plan.seeds == (1, 2, 3, 4)
-    assert plan.tuning_seed == 0
+def test_whole_runs_of_trials_differ_from_quarter_runs_in_length_and_rates_alone() -> None:
+    quarter, whole = experiment("trials", "s"), experiment("one-pass-closest", "s")
+    assert [arm.label for arm in quarter.arms] == [arm.label for arm in whole.arms]
+    assert [arm.spec for arm in quarter.arms] == [arm.spec for arm in whole.arms]
+    assert (quarter.horizons, whole.horizons) == (STEPS["s"][:1], STEPS["s"][-1:])
+    assert whole.seeds == (1, 2, 3, 4)
+    assert whole.tuning_seed == 0
+
+
+def test_rivals_have_learning_rates_of_their_grids() -> None:
+    for name, grids in (("trials", GRIDS), ("one-pass-closest", WHOLE)):
+        rates = {f"{method}, {schedule}": values for method, schedule, values in grids}
+        for arm in experiment(name, "s").arms:
+            base = next((label for label in rates if arm.label.startswith(label)), BASELINE)
+            assert set(arm.values) <= set(rates[base])
