@@ -159,6 +159,9 @@ class WholeCorpus:
         ends = sorted(-end for end in result.interval or ())
         interval = " to ".join(f"{end:.3f}" for end in ends) or "-"
         label = result.label if arm.is_judged else "not judged"
+        if arm in self.variants and arm.is_judged:
+            own = verdict(judging(arm.losses), judging(self.ours.losses))
+            label = f"the variant {own.label}"
         fewer = f"{self.fewer_tokens(arm):.2f}×" if lead > 0 else "not reached"
         return [*cells, f"{lead:.3f}", interval, label, fewer]
 
