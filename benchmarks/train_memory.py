@@ -31,7 +31,7 @@ from angular_lab.config.spec import ModelSpec, OptimSpec, Spec
 from angular_lab.models import LanguageModel, build_model
 from angular_lab.training.build import make_optimizer
 from angular_lab.training.evaluate import autocast_of
-from angular_muown import plan
+from angular_muown import Engine, plan
 
 GIB = 2**30
 MODELS = {
@@ -134,7 +134,8 @@ def measure(spec: ModelSpec, setup: Setup, arguments: argparse.Namespace) -> dic
     if cuda:
         torch.cuda.reset_peak_memory_stats()  # without the first steps: kernels were compiled
         losses.append(training.step())
-        peak = torch.cuda.max_memory_allocated() - before + graph_bytes()
+        pool = graph_bytes() if isinstance(training.optimizer, Engine) else 0
+        peak = torch.cuda.max_memory_allocated() - before + pool
     count = sum(p.numel() for p in training.hidden)
     per_parameter = {k: v / count for k, v in training.held(training.hidden).items()}
     everything = training.held(training.model.parameters())

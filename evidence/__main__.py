@@ -32,4 +32,5 @@ def main() -> None:
     print(f"{facts.FILE}: {len(names)} facts\n{BUILD / 'index.html'}: all runs")
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -143,7 +143,7 @@ class WholeCorpus:
         return {name: run.series("kappa")[1][-1] for name, run in runs.items()}
 
     def table(self) -> Rows:
-        head = ["method", "best schedule, lr", "validation", "training", "seeds"]
+        head = ["method", "schedule, lr", "validation", "training", "seeds"]
         head += ["lower by", "95% interval", "lower?", "fewer tokens"]
         arms = sorted(self.best.values(), key=lambda arm: arm.shown(arm.losses))
         return [head, *map(self._row, arms)]
@@ -161,7 +161,7 @@ class WholeCorpus:
         label = result.label if arm.is_judged else "not judged"
         if arm in self.variants and arm.is_judged:
             own = verdict(judging(arm.losses), judging(self.ours.losses))
-            label = f"the variant {own.label}"
+            label = f"variant lower: {own.label}"
         fewer = f"{self.fewer_tokens(arm):.2f}×" if lead > 0 else "not reached"
         return [*cells, f"{lead:.3f}", interval, label, fewer]
 
@@ -171,7 +171,7 @@ class WholeCorpus:
             name, _, change = title(arm.method).partition(", ")
             detail = f"{change}, {arm.schedule}" if change else arm.schedule
             rows.append(DotRow(name, detail, arm.losses, arm.method.startswith(OURS)))
-        return DotFigure(f"Validation loss at {self.tokens / 1e6:.0f}M tokens", rows).svg()
+        return DotFigure(f"Validation loss at {self.tokens / 1e6:.0f}M tokens, nat", rows).svg()
 
     def goals(self) -> Rows:
         return [
@@ -194,7 +194,7 @@ class WholeCorpus:
         not_run = sum(not method.startswith(OURS) for method in METHODS.values()) - len(results)
         measured += f"; {not_run} methods not run" if not_run else ""
         reached = len(shown) == len(results) and not not_run
-        missed = "missed" if above else "missed: not settled"
+        missed = "missed" if above else "open: not settled"
         return [text, measured, "reached" if reached else missed]
 
     def _goal_tokens(self, name: str, methods: tuple[str, ...], goal: float) -> list[str]:
@@ -209,7 +209,8 @@ class WholeCorpus:
         measured += "" if arm.is_judged else ", seed 0 alone"
         measured += "" if arm.in_grid else ", its grid not closed"
         text = f"{goal:g} times fewer tokens than {name}"
-        return [text, measured, "reached" if factor >= goal else "missed"]
+        outcome = "reached" if factor >= goal else "missed"
+        return [text, measured, outcome if arm.is_judged else f"{outcome} on seed 0"]
 
     def _goal_variant(self) -> list[str]:
         text = f"a variant at least {VARIANT_GAIN:g} below AngularMuown at its best, on four seeds"
@@ -225,7 +226,9 @@ class WholeCorpus:
 
 def word(result: Verdict) -> str:
     """Return the outcome as one word, for a sentence to quote."""
-    return "open" if result.outcome == "inconclusive" else str(result.outcome)
+    if result.paired.mean is None:
+        return "unjudged"
+    return "unsettled" if result.outcome == "inconclusive" else str(result.outcome)
 
 
 def facts(kept: Kept) -> Facts:
@@ -243,6 +246,9 @@ def facts(kept: Kept) -> Facts:
             "lr": {names[m]: arm.lr for m, arm in whole.best.items() if m in names},
             "lead": {name: whole.lead(arm) for name, arm in others.items()},
             "outcome": {name: word(whole.verdict(arm)) for name, arm in others.items()},
+            "methods": len(whole.others) + 1,
+            "ours_is_lowest": all(whole.lead(arm) > 0 for arm in whole.others),
+            "normuon_decay_holds": whole.verdict(others["normuon_decay"]).outcome == "holds",
             "fewer_tokens": {name: whole.fewer_tokens(arm) for name, arm in others.items()},
             "less_time_than_adamw": whole.fewer_tokens(whole.best["adamw"]) * time_ratio("adamw"),
             "adamw_in_half_the_tokens_missed": whole.fewer_tokens(whole.best["adamw"]) < 2,

@@ -65,8 +65,8 @@ def _plan(optimizer: torch.optim.Optimizer) -> str:
 
 def _bytes(model: LanguageModel, optimizer: torch.optim.Optimizer, spec: Spec) -> int:
     """Return the bytes of weights, gradients, the optimizer's state and averages."""
-    kept = len(spec.averages) + 2 * bool(spec.extrapolate.strength)
-    averages = 4 * kept * sum(p.numel() for p in model.parameters())
+    copies = len(spec.averages) + 2 * bool(spec.extrapolate.strength)
+    averages = 4 * copies * sum(p.numel() for p in model.parameters())
     return 2 * build.weight_bytes(model) + build.state_bytes(optimizer) + averages
 
 

@@ -445,7 +445,7 @@ class Engine(torch.optim.Optimizer):
         """Warn if a schedule does not suit the member; called after every step."""
 
     def momentum(self, p: Tensor) -> Tensor:
-        """Return a copy of the momentum of a matrix, in float32 (float64 for float64 weights).
+        """Return a copy of the momentum M of a matrix, in float32 (float64 for float64 weights).
 
         Use this rather than `state[p]["momentum_buffer"]`, which holds integers with
         `state_dtype="int8"`. The copy has the shape of p. If p is sharded, so is the copy, and

@@ -84,8 +84,8 @@ def _progress(step: int, total_steps: int, warmup_steps: int) -> float:
     return min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
 
 
-# Fractions of a run. In ours, over one pass of a corpus, a cooldown of 50% was better than 20% and,
-# over all of it, than a fall to zero (docs/evidence/results.md).
+# Fractions of a run. In our runs over one pass of a corpus, a cooldown of 50% was better than 20%
+# and than a linear fall with kappa on (docs/evidence/results.md).
 WARMUP, COOLDOWN = 0.02, 0.5
 
 
@@ -267,7 +267,7 @@ class DoubleDecay:
     """Notice a learning rate that falls over most of the run while kappa falls as well."""
 
     LEAST_FALLS = 5  # fewer are single drops, not a schedule that falls all the way
-    LEAST_CONSTANT = 0.4  # share of the run; a cooldown over half of it leaves more
+    LEAST_CONSTANT = 0.4  # share of the steps so far; a cooldown over half of a run leaves more
 
     def __init__(self) -> None:
         self.peak = self.last = 0.0

@@ -106,7 +106,7 @@ def test_new_arms_seeds_and_verdicts_fill_in_by_themselves(kept: Kept) -> None:
     table = whole_corpus.WholeCorpus(new).table()
     rows = {row[0]: row for row in table[1:]}
     assert rows["AngularMuown, mixed momentum"][1] == "cooldown 50%, 0.025 †"
-    assert rows["AngularMuown, mixed momentum"][7:] == ["the variant holds", "not reached"]
+    assert rows["AngularMuown, mixed momentum"][7:] == ["variant lower: holds", "not reached"]
     assert rows["NorMuon, decay 0.1"][4] == "1, 2, 3, 4, 5"
     assert rows["NorMuon, decay 0.1"][7].startswith("holds")
     long = whole_corpus.pairs_of_schedules(new.sweeps["one-pass-long"])

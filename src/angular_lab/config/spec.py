@@ -82,12 +82,12 @@ class ScheduleSpec:
 
 @dataclass(frozen=True)
 class ExtrapolateSpec:
-    """Take gradients, and step from there, ahead of the weights (`training/extrapolation.py`)."""
+    """Evaluate gradients at, and step from, a point ahead of the weights."""
 
     strength: float = 0.0  # b, the move ahead in average steps, at the full learning rate; 0: off
     decay: float = 0.99  # of the average of past steps
-    start: float = 0.1  # share of the steps before it
-    end: float = 0.7  # share of the steps after which there is none
+    start: float = 0.1  # share of the steps before it starts
+    end: float = 0.7  # share of the steps at which it stops
 
 
 @dataclass(frozen=True)
@@ -183,30 +183,47 @@ class Spec:
         self._check_trials()
 
     def _check_trials(self) -> None:
-        """Check the settings that depend on the number of steps, which a trunk does not have."""
-        part, o = self.extrapolate, self.optim
+        """Check the extrapolation and the ramp of the momentum."""
+        part, start, ramp = self.extrapolate, self.optim.momentum_start, self.optim.momentum_ramp
         bounds = {
             "extrapolate.strength": (part.strength, 0 <= part.strength < 1, "from 0 to below 1"),
             "extrapolate.decay": (part.decay, 0 < part.decay < 1, "between 0 and 1"),
-            "extrapolate.start": (part.start, 0 <= part.start <= part.end, "from 0 to its end"),
+            "extrapolate.start": (
+                part.start, 0 <= part.start <= part.end, "from 0 to extrapolate.end",
+            ),
             "extrapolate.end": (part.end, part.end <= 1, "at most 1"),
-            "optim.momentum_ramp": (o.momentum_ramp, o.momentum_ramp >= 1, "at least 1"),
-        }
+            "optim.momentum_start": (start, start is None or 0 <= start < 1, "from 0 to below 1"),
+            "optim.momentum_ramp": (ramp, ramp >= 1, "at least 1"),
+        }  # fmt: skip
         for key, (value, valid, expected) in bounds.items():
             if not valid:
                 raise UserError(f"{key}={value:g}: it must be {expected}")
-        for key in ("extrapolate.strength", "optim.momentum_start"):
-            value = get(self, key)
-            if value and (self.schedule.kind == "constant" or self.parent):
-                raise UserError(
-                    f"{key}={value:g} depends on the number of steps, and runs that branch off a "
-                    "trunk differ in it: train each run from its start, with schedule.kind=wsd"
-                )
+        if start is not None and 2 * ramp > self.steps:
+            raise UserError(
+                f"optim.momentum_ramp={ramp}: the run has {self.steps} steps, and the momentum "
+                "would fall before it has risen; lower it to at most half of the steps"
+            )
+        self._check_length()
         if part.strength and self.precision == "bf16_weights":
             raise UserError(
                 f"extrapolate.strength={part.strength:g} with precision=bf16_weights: moves as "
                 "short as that are lost in 16 bits; set precision=bf16"
             )
+
+    def _check_length(self) -> None:
+        """Reject settings that depend on the number of steps for a run that others branch off, or
+        that may be extended."""
+        used = {
+            "extrapolate.strength": self.extrapolate.strength > 0,
+            "optim.momentum_start": self.optim.momentum_start is not None,
+        }
+        for key in (key for key, is_used in used.items() if is_used):
+            if self.parent or self.full_rate_until == self.steps:
+                raise UserError(
+                    f"{key}={get(self, key):g} depends on the number of steps, which trunks, their "
+                    "branches and runs without a cooldown may change: train a run from its start, "
+                    "with a cooldown"
+                )
 
     @property
     def decay_steps(self) -> int:
@@ -280,6 +297,18 @@ class Spec:
         settings = {key: get(self, key) for key in keys(self) if key not in IRRELEVANT}
         return settings | schedule | {"data": data}
 
+    def _without_idle_settings(self) -> "Spec":
+        """Return the spec with settings that change nothing at their defaults."""
+        o, part = self.optim, self.extrapolate
+        start = None if o.momentum_start == o.momentum else o.momentum_start
+        values = {
+            "aux_beta2": None if o.aux_beta2 == o.beta2 else o.aux_beta2,
+            "momentum_start": start,
+            "momentum_ramp": OptimSpec.momentum_ramp if start is None else o.momentum_ramp,
+        }
+        part = part if part.strength else ExtrapolateSpec()
+        return replace(self, extrapolate=part, optim=replace(o, **values))
+
     def folder_name(self, data: str) -> str:
         """Return the name of the run's folder in the store: `<label>-<digest>`.
 
@@ -287,7 +316,8 @@ class Spec:
         existing run.
         """
         usual = Spec().identity("")
-        spelled_out = replace(self, optim=self.optim.with_all_rates())
+        effective = self._without_idle_settings()
+        spelled_out = replace(effective, optim=effective.optim.with_all_rates())
         content = {
             key: value
             for key, value in spelled_out.identity(data).items()

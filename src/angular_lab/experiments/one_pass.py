@@ -87,7 +87,7 @@ WHOLE: Grids = (
 
 
 def spec_of(scale: str, method: str, schedule: str) -> Spec:
-    """Evaluated at the horizons alone."""
+    """Return a method's spec under a schedule, evaluated at the horizons only."""
     name, spec = method.partition(",")[0], base(scale)
     spec = trained_by(spec, name, **CHANGES.get(method, {}))
     tokens = VALIDATION if scale == "s" else spec.eval_tokens

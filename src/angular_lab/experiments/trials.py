@@ -1,7 +1,7 @@
 """Trials: changes of AngularMuown that may become part of it, on a corpus read once. No torch here.
 
-First all of them at a quarter of the corpus, on the seed that chose the learning rates; then what
-looks best over all of it, on four other seeds, together with the closest competitors.
+First those that were tried, at a quarter of the corpus, on the seed that chose the learning rates;
+then what looks best over all of it, on four other seeds, together with the closest competitors.
 """
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ ALONE = tuple(f"extrapolation {strength:g}" for strength in STRENGTHS)
 STACK = f"{ALONE[1]}, {LONGER}"
 BASELINE = f"{OURS}, {LONG}"
 # The closest competitors, and their best learning rates at a quarter of the corpus and over all.
-RIVALS = (
+COMPETITORS = (
     (DECAYED, LINEAR, 1.6e-2, 6e-3),
     (DECAYED, LONG, 6e-3, 4e-3),
     ("muon", LINEAR, 1e-2, 8e-3),
@@ -61,27 +61,28 @@ def _ours(scale: str) -> tuple[Arm, ...]:
     )
 
 
-def _rivals(scale: str, whole: bool) -> dict[Arm, Arm]:
+def _competitors(scale: str, whole: bool) -> list[tuple[Arm, Arm]]:
     """Return competitors as they are, each with what helped ours: it may help them as well."""
-    arms = {}
-    for method, schedule, *rates in RIVALS:
+    arms = []
+    for method, schedule, *rates in COMPETITORS:
         spec, label = spec_of(scale, method, schedule), f"{method}, {schedule}"
         ramp, name = (RAMP, LONGER) if method != "adamw" else ({}, "aux_beta2 0.99")
         changed = _changed(spec, scale, **MEMORY, **ramp)
         values = (rates[whole],)
-        arms[Arm(label, spec, values)] = Arm(f"{label}, {name}", changed, values)
+        arms.append((Arm(label, spec, values), Arm(f"{label}, {name}", changed, values)))
     return arms
 
 
 def _plan(name: str, scale: str, title: str, seeds: tuple[int, ...], whole: bool) -> Experiment:
-    ours, rivals = _ours(scale), _rivals(scale, whole)
+    ours, competitors = _ours(scale), _competitors(scale, whole)
     pairs = (
-        *((BASELINE, rival.label) for rival in rivals),
+        *((BASELINE, usual.label) for usual, _ in competitors),
         *((arm.label, BASELINE) for arm in ours[1:]),
-        *((changed.label, rival.label) for rival, changed in rivals.items()),
-        *((LONGER, changed.label) for changed in rivals.values()),
+        *((changed.label, usual.label) for usual, changed in competitors),
+        *((LONGER, changed.label) for _, changed in competitors),
     )
-    arms = (ours[0], *rivals, *ours[1:], *rivals.values())
+    as_usual, changed = zip(*competitors, strict=True)
+    arms = (ours[0], *as_usual, *ours[1:], *changed)
     horizon = STEPS[scale][-1 if whole else 0]
     chosen_on = tuning_seed(scale) if whole else None
     return Experiment(

@@ -32,7 +32,7 @@ LR = 0.03  # angle of a step, in radians
 DECAY_SCALE = 1e-3  # c of kappa, per step
 EMBEDDING_LR, HEAD_LR, VECTOR_LR = 0.6, 0.009375, 0.03  # AdamW; vectors are gains and biases
 AUX = {"betas": (0.8, 0.95), "eps": 1e-10}  # AdamW
-VAL_TOKENS = 20 * 524_288  # this and the next three lines: the track's
+VAL_TOKENS = 20 * 524_288  # this and the next line: the track's
 VAL_EVERY = 125  # steps
 LATE_VAL_EVERY = 25  # in the last tenth, so that the first step that passes is known
 LATE = 0.9
@@ -226,7 +226,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for name, value in settings.items():
         parser.add_argument(f"--{name}", type=float, default=value, help=f"default: {value:g}")
     parser.add_argument("--radius-lr", type=float, help="of the row lengths; default: --lr")
-    text = "end after that many steps of the same schedule; default: --steps"
+    text = "stop after this many steps of the same schedule; default: --steps"
     parser.add_argument("--stop-after", type=int, help=text)
     options = parser.parse_args(arguments)
     if options.stop_after is None:

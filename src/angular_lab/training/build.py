@@ -190,8 +190,8 @@ def checkpoint_bytes(spec: Spec, model: LanguageModel, optimizer: torch.optim.Op
     """Return the bytes of one checkpoint, computed; a few percent above what is written."""
     saved = model.state_dict()  # with both names of a tied weight
     weights = sum(x.numel() * x.element_size() for x in saved.values())
-    kept = len(spec.average) + bool(spec.extrapolate.strength)
-    averages = 4 * kept * sum(p.numel() for p in model.parameters())
+    copies = len(spec.average) + bool(spec.extrapolate.strength)
+    averages = 4 * copies * sum(p.numel() for p in model.parameters())
     index = PER_TENSOR * STATES * len(saved)
     return int(1.05 * (weights + state_bytes(optimizer) + averages)) + index
 
@@ -283,8 +283,8 @@ def matrix_factor(spec: Spec, step: int) -> float:
     return inverse_polynomial(step, s.warmup, s.fall, 1.0)
 
 
-def momentum(spec: Spec, step: int) -> float:
-    """Return the momentum at a step, counted from 0."""
+def momentum_at(spec: Spec, step: int) -> float:
+    """Return the decay of the momentum at a step, counted from 0."""
     o = spec.optim
     if o.momentum_start is None:
         return o.momentum

@@ -45,6 +45,8 @@ INDEX_CLASSES = (
     *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
     *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "_StorageInfo"),
 )
+# Of a saved group: how far it is and how its state is stored. All else are settings of the run.
+PROGRESS = {"params", "param_names", "lr", "step", "averaged", "state_dtype"}
 PLAIN = (
     *(("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict")),
     *(("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")),
@@ -52,7 +54,7 @@ PLAIN = (
 
 
 class SavedAverages(Protocol):
-    """Averages by their names, each with the number of steps in it and its tensors."""
+    """Averages by their names, each a dictionary with its tensors."""
 
     def state(self) -> dict[str, Any]: ...
     def load(self, state: Mapping[str, Any]) -> None: ...
@@ -187,7 +189,7 @@ def load(
         model,
         optimizers,
         model_state_dict=content["model"],
-        optim_state_dict=content.get("optimizer", {}),
+        optim_state_dict=_with_settings(content.get("optimizer", {}), *optimizers),
     )
     for part in averages:
         part.load(content["average"])
@@ -204,6 +206,16 @@ def _leave_out_new_settings(state: dict[str, Any], saved: Mapping[str, Any]) -> 
                 del group[key]
 
 
+def _with_settings(state: dict[str, Any], *optimizers: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return an optimizer's loaded state with the settings of its own groups: those of the run's
+    spec, which a branch may change."""
+    for optimizer in optimizers:
+        for saved, group in zip(state["param_groups"], optimizer.param_groups, strict=True):
+            for key in saved.keys() & group.keys() - PROGRESS:
+                saved[key] = group[key]
+    return state
+
+
 def _states(averages: Sequence[SavedAverages]) -> dict[str, Any]:
     return {name: state for part in averages for name, state in part.state().items()}
 
@@ -211,7 +223,8 @@ def _states(averages: Sequence[SavedAverages]) -> dict[str, Any]:
 def _averages_in(saved: Mapping[str, Any], averages: Sequence[SavedAverages]) -> dict[str, Any]:
     """Return the averages that the checkpoint has; other windows of a branch begin with it."""
     states = _states(averages).items()
-    return {name: state for name, state in states if f"average.{name}.count" in saved}
+    kept = {name.split(".weights.")[0] for name in saved if name.startswith("average.")}
+    return {name: state for name, state in states if f"average.{name}" in kept}
 
 
 Point = dict[str, Any]
@@ -238,7 +251,7 @@ def from_memory(
         model,
         optimizer,
         model_state_dict=content["model"],
-        optim_state_dict=content["optimizer"],
+        optim_state_dict=_with_settings(content["optimizer"], optimizer),
     )
     for part in averages:
         part.load(content["average"])

@@ -1,4 +1,4 @@
-"""Extrapolation: take every gradient, and step from there, ahead of the weights.
+"""Extrapolation: evaluate gradients at, and step from, a point ahead of the weights.
 
 EMA-Nesterov (arXiv 2605.25395), around any optimizer A:
 
@@ -6,7 +6,7 @@ EMA-Nesterov (arXiv 2605.25395), around any optimizer A:
 
 E is the average displacement of a step, and b E a move along it: where steps agree over 1 / (1 - d)
 steps, each becomes 1 / (1 - b) times as long. b follows the learning rate and is 0 outside a part
-of the run.
+of the run. Logged angles are those of the optimizer's steps, without the moves.
 """
 
 from collections.abc import Mapping
@@ -43,29 +43,35 @@ class Extrapolation:
         inside = part.start * self.spec.steps <= step < part.end * self.spec.steps
         return part.strength * lr_factor(self.spec, step) if inside else 0.0
 
+    def is_over(self, step: int) -> bool:
+        """True if no later step moves ahead: then there is nothing to average either."""
+        return not self.weights or step >= self.spec.extrapolate.end * self.spec.steps
+
     def move(self, step: int) -> None:
         """Move the weights ahead; before the forward pass."""
-        if self.weights:
-            torch._foreach_copy_(self.before, self.weights)
-        if self.weights and (strength := self.strength(step)):
+        if self.is_over(step):
+            return
+        torch._foreach_copy_(self.before, self.weights)
+        if strength := self.strength(step):
             torch._foreach_add_(self.weights, self.displacement, alpha=strength)
 
-    def undo(self) -> None:
+    def undo(self, step: int) -> None:
         """Move the weights back; after a batch that is skipped."""
-        if self.weights:
+        if not self.is_over(step):
             torch._foreach_copy_(self.weights, self.before)
 
-    def update(self) -> None:
+    def update(self, step: int) -> None:
         """Include a step in the average; after it."""
-        if self.weights:
-            moved = torch._foreach_sub(self.weights, self.before)
-            torch._foreach_lerp_(self.displacement, moved, 1 - self.spec.extrapolate.decay)
+        if not self.is_over(step):
+            torch._foreach_sub_(self.before, self.weights)  # W before - W, in place of a third copy
+            torch._foreach_mul_(self.before, -1)
+            torch._foreach_lerp_(self.displacement, self.before, 1 - self.spec.extrapolate.decay)
 
     def state(self) -> dict[str, Any]:
         if not self.weights:
             return {}
         named = dict(zip(self.parameters, self.averages, strict=True))
-        return {NAME: {"count": 0, "weights": named}}
+        return {NAME: {"weights": named}}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Load a state. Where it has no displacement, the average begins with the next step."""

@@ -122,7 +122,7 @@ class Trainer:
         if self.is_finite(tokens, targets):
             self.update()
         else:
-            self.extrapolation.undo()
+            self.extrapolation.undo(self.step)
         self.step += 1
         return loss
 
@@ -147,9 +147,9 @@ class Trainer:
             group["lr"] = rate * factor
             if group.get("algorithm") == "matrix":
                 group["lr"] *= falling
-                group["momentum"] = build.momentum(self.spec, self.step)
+                group["momentum"] = build.momentum_at(self.spec, self.step)
         self.optimizer.step()
-        self.extrapolation.update()
+        self.extrapolation.update(self.step)
         self.averages.update()
         self.passes.clear()
         build.balance_experts(self.model, self.ranks)

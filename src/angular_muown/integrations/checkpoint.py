@@ -13,14 +13,14 @@ MOMENTUM = "momentum_buffer"
 
 
 class MomentumLoadPlanner(DefaultLoadPlanner):
-    """Load 8-bit momenta for an optimizer with a longer `state_dtype`, and the opposite:
+    """Load 8-bit momenta for an optimizer with a longer `state_dtype`, and vice versa:
 
         dcp.load(state, checkpoint_id=folder, planner=MomentumLoadPlanner())
 
     torch copies what was saved into the tensors that the new optimizer has. Between 8-bit and
     longer momenta that would copy integers as if they were entries. This planner replaces the
-    tensors in `state` by some of the saved dtype; `set_state_dict` converts them, with a warning
-    that says what was rounded. Where the dtypes agree, it is torch's own planner.
+    tensors in `state` with tensors of the saved dtype; `set_state_dict` converts them, with a
+    warning that says what was rounded. Where the dtypes agree, it is torch's own planner.
     """
 
     def set_up_planner(

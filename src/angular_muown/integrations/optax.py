@@ -2,7 +2,7 @@
 
     schedule = optax.join_schedules(                     # warm-up, constant, cooldown
         [optax.linear_schedule(0.0, 0.02, 100), optax.constant_schedule(0.02),
-         optax.linear_schedule(0.02, 0.0, 1000)], [100, 4000])
+         optax.linear_schedule(0.02, 0.0, 2500)], [100, 2500])
     labels = partial(label, rules={"*embed*": "adamw", "head/*": "adamw", "*/kernel": "transposed"})
     optimizer = with_adamw(schedule, labels, warmup_steps=100)
     state = optimizer.init(params)

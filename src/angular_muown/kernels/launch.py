@@ -72,8 +72,8 @@ TYPES = {
 }
 ROW_ELEMENTS = 2048  # per program of a row kernel
 WARP_ELEMENTS = 1024  # per warp of one, if rows are longer
-# Rounding to 8 bits takes registers. With as many per thread as the compiler would take, half as
-# many rows of 8,192 entries are in flight as with a float32 momentum, and take twice the time.
+# Rounding to 8 bits takes registers. Without a bound the compiler uses so many that only half as
+# many rows of 8,192 entries run concurrently as with a float32 momentum, in twice the time.
 WARP_ELEMENTS_8_BIT, REGISTERS_8_BIT = 512, 64
 TRANSPOSE_TILE = 64
 ROW_BYTES, BANDWIDTH = 32, 4.2e6  # bytes per element, bytes per microsecond on an H200
@@ -181,8 +181,9 @@ class Chunk:
         """Stride between matrices in the work buffer, their number, m and n."""
         return self.batch.allocation.size, self.count, self.batch.kind[0], self.batch.kind[1]
 
-    def _launch(self, kernel: Any, *args: Any) -> None:
-        launch_rows(kernel, self.batch.kind[0], self.batch.kind[1], self.count, *args)
+    def _launch(self, kernel: Any, *args: Any, eight_bit: bool = False) -> None:
+        m, n, *_ = self.batch.kind
+        launch_rows(kernel, m, n, self.count, *args, eight_bit=eight_bit)
 
     def run(self, observed: bool = False) -> None:
         """Launch the step; if `observed`, store the rows' angles as well."""
@@ -210,7 +211,9 @@ class Chunk:
         flags = (choices.chart, choices.nesterov, choices.maximize, choices.factors)
         flags = (*flags, False, False, False)
         tables = (self.table, self.scalars, *(self.stats,) * 3)
-        self._launch(before_kernel, *tables, raw, *self.shape, *flags, *types)
+        eight_bit = self.batch.kind[-1] == torch.int8
+        args = (*tables, raw, *self.shape, *flags, *types)
+        self._launch(before_kernel, *args, eight_bit=eight_bit)
         scales: Any = scales_kernel[(self.count,)]
         scales(self.stats, self.table, self.count, m, self.size, False, BLOCK)
         tiles = triton.cdiv(n, TRANSPOSE_TILE)
@@ -234,14 +237,15 @@ class Chunk:
         self._launch(after_kernel, *tables, Q, *self.shape, n, 1 / SCALE, *flags, *types)
 
 
-def launch_rows(kernel: Any, m: int, n: int, count: int, *args: Any) -> None:
+def launch_rows(
+    kernel: Any, m: int, n: int, count: int, *args: Any, eight_bit: bool = False
+) -> None:
     """Launch a row kernel over `count` matrices of m rows with `args`, followed by the tile.
 
-    The last of `args` is the momentum's type, if the kernel has one.
+    With `eight_bit` the kernel rounds a momentum to 8 bits.
     """
     columns = triton.next_power_of_2(n)
     height = max(1, ROW_ELEMENTS // columns)
-    eight_bit = args[-1] is TYPES[torch.int8]
     each = WARP_ELEMENTS_8_BIT if eight_bit else WARP_ELEMENTS
     warps = min(32, max(4, height * columns // each))
     limits = {"maxnreg": REGISTERS_8_BIT} if eight_bit and torch.version.hip is None else {}

@@ -128,7 +128,7 @@ def read(optimizer: LoadTarget, state_dict: StateDict) -> Contents:
                 states[p] = reader.read(p, f"parameter {name!r}", state_dict["state"][key])
     others = {key: x for key, x in state_dict["state"].items() if key not in parameter_keys}
     messages = _changed_values(optimizer, groups) + _dropped_averages(optimizer, state_dict)
-    messages += _kept_storage(optimizer, groups)
+    messages += _kept_storage(optimizer, groups, state_dict["state"])
     return Contents(groups, states, others, messages)
 
 
@@ -313,7 +313,9 @@ def _changed_values(optimizer: LoadTarget, saved_groups: list[SavedGroup]) -> li
     ]
 
 
-def _kept_storage(optimizer: LoadTarget, saved_groups: list[SavedGroup]) -> list[str]:
+def _kept_storage(
+    optimizer: LoadTarget, saved_groups: list[SavedGroup], states: Mapping[Any, Any]
+) -> list[str]:
     """Keep the optimizer's state_dtype; return a warning for each group in which that converts what
     was loaded."""
     warnings = []
@@ -322,7 +324,12 @@ def _kept_storage(optimizer: LoadTarget, saved_groups: list[SavedGroup]) -> list
             continue
         compute = compute_dtype(group["params"][0])
         old, new = (momentum_dtype(g, compute) for g in (cast(Group, saved), group))
-        if old != new:
+        momenta = [states.get(key, {}).get("momentum_buffer") for key in saved["params"]]
+        dtypes = [M.dtype for M in momenta if M is not None]
+        # torch.distributed.checkpoint may have cast them on the way, from what the group says.
+        old = next((dtype for dtype in dtypes if dtype != new), old)
+        same = saved["state_dtype"] == group["state_dtype"] and _is_exact(old, new)
+        if dtypes and old != new and not same:
             warnings.append(
                 f"group {i}: the momentum, saved with state_dtype={saved['state_dtype']!r}, is "
                 f"converted to this optimizer's state_dtype={group['state_dtype']!r}: "
@@ -332,12 +339,16 @@ def _kept_storage(optimizer: LoadTarget, saved_groups: list[SavedGroup]) -> list
     return warnings
 
 
+def _is_exact(old: torch.dtype, new: torch.dtype) -> bool:
+    """True if a conversion rounds nothing. Entries in 8 bits have the digits of their scales."""
+    old = torch.float32 if old == torch.int8 else old
+    return new != torch.int8 and torch.promote_types(old, new) == new
+
+
 def _what_is_rounded(old: torch.dtype, new: torch.dtype) -> str:
     if new == torch.int8:
         return "every entry is rounded to 127 levels up to the largest of its row"
-    if old == torch.int8:  # its entries have the scales' digits
-        old = torch.float32
-    if torch.promote_types(old, new) == new:
+    if _is_exact(old, new):
         return "nothing is rounded"
     return f"every entry is rounded to {str(new).removeprefix('torch.')}"
 

@@ -83,6 +83,7 @@ def test_trials_differ_from_their_method_in_what_they_are_named_for() -> None:
         changed = {key for key in keys(usual) if get(arm.spec, key) != get(usual, key)}
         named = {key for name, key in NAMED.items() if name in arm.label.removeprefix(base)}
         assert changed == {"average", *named}
+        assert all(f"{get(arm.spec, key):g}" in arm.label for key in named)
     assert BASELINE == plan.ours == plan.arms[0].label
 
 
@@ -95,7 +96,7 @@ def test_whole_runs_of_trials_differ_from_quarter_runs_in_length_and_rates_alone
     assert whole.tuning_seed == 0
 
 
-def test_rivals_have_learning_rates_of_their_grids() -> None:
+def test_competitors_have_learning_rates_of_their_grids() -> None:
     for name, grids in (("trials", GRIDS), ("one-pass-closest", WHOLE)):
         rates = {f"{method}, {schedule}": values for method, schedule, values in grids}
         for arm in experiment(name, "s").arms:

@@ -35,7 +35,7 @@ def test_the_iteration_is_the_published_one() -> None:
         ahead.move(step)
         with torch.no_grad():
             model.weight -= 0.1 * model.weight**3  # the gradient of the sum of w^4 / 4
-        ahead.update()
+        ahead.update(step)
     W, E = start, torch.zeros_like(start)
     for step in range(spec.steps):
         b = 0.5 * build.lr_factor(spec, step) if 2 <= step < 6 else 0.0
@@ -52,8 +52,8 @@ def test_without_strength_nothing_is_stored_and_nothing_moves() -> None:
     ahead = Extrapolation(model, Spec())
     before = model.weight.detach().clone()
     ahead.move(500)
-    ahead.update()
-    ahead.undo()
+    ahead.update(500)
+    ahead.undo(500)
     assert ahead.state() == {}
     assert ahead.weights == []
     assert torch.equal(model.weight, before)
@@ -125,7 +125,12 @@ def test_aux_beta2_is_for_what_is_not_a_hidden_matrix(data: Path, name: str) -> 
         ({"extrapolate": replace(ON, start=0.9)}, r"extrapolate.start=0.9: it must be from 0"),
         ({"extrapolate": replace(ON, end=1.5)}, r"extrapolate.end=1.5: it must be at most 1"),
         ({"optim": OptimSpec(momentum_ramp=0)}, r"optim.momentum_ramp=0: it must be at least 1"),
-        ({"optim": OptimSpec(name="adamw", momentum_start=0.8)}, "momentum_start=0.8 has no mean"),
+        ({"optim": OptimSpec(momentum_start=1.2)}, r"optim.momentum_start=1.2: it must be from 0"),
+        ({"optim": OptimSpec(momentum_start=0.8)}, r"optim.momentum_ramp=300: the run has 12 step"),
+        (
+            {"optim": OptimSpec(name="adamw", momentum_start=0.8, momentum_ramp=5)},
+            "momentum_start=0.8 has no meaning for optim.name=adamw",
+        ),
         ({"precision": "bf16_weights"}, "with precision=bf16_weights: moves as short as that"),
     ],
 )
@@ -134,9 +139,22 @@ def test_errors_name_the_setting(data: Path, tmp_path: Path, changes, message: s
         train(tried(data, **changes), tmp_path / "run")
 
 
-def test_trunks_have_no_length_to_depend_on(data: Path) -> None:
+def test_a_length_that_may_change_is_no_length_to_depend_on(data: Path) -> None:
+    """Trunks, and runs without a cooldown, which may be extended."""
     spec = tried(data, extrapolate=ExtrapolateSpec())
-    constant = replace(spec.schedule, kind="constant")
-    for changed in (spec, replace(spec, extrapolate=ON, optim=OptimSpec())):
-        with pytest.raises(ValueError, match="depends on the number of steps"):
-            replace(changed, schedule=constant).check()
+    zero = replace(spec, optim=replace(spec.optim, momentum_start=0.0))
+    for changed in (spec, zero, replace(spec, extrapolate=ON, optim=OptimSpec())):
+        changed.check()
+        for values in ({"kind": "constant"}, {"decay": 0.0}):
+            with pytest.raises(ValueError, match="depends on the number of steps"):
+                replace(changed, schedule=replace(spec.schedule, **values)).check()
+
+
+def test_settings_without_effect_do_not_rename_a_run() -> None:
+    usual = Spec()
+    for optim in ({"aux_beta2": 0.95}, {"momentum_ramp": 5}, {"momentum_start": 0.95}):
+        assert replace(usual, optim=OptimSpec(**optim)).folder_name("") == usual.folder_name("")
+    off = replace(usual, extrapolate=ExtrapolateSpec(decay=0.9))
+    assert off.folder_name("") == usual.folder_name("")
+    for changed in (replace(usual, extrapolate=ON), replace(usual, optim=OptimSpec(aux_beta2=0.9))):
+        assert changed.folder_name("") != usual.folder_name("")

@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from angular_lab.cli.main import main
 from angular_lab.config.spec import OptimSpec, Spec
 from angular_lab.errors import UserError
 from angular_lab.run_folder import RunFolder
 from angular_lab.training import build, checkpoint
 from angular_lab.training.ranks import Ranks
 from angular_lab.training.start import train
+from angular_lab.training.trainer import Trainer
 from tests.lab.runs import tiny
 
 
@@ -60,8 +62,17 @@ def test_a_checkpoint_loads_into_another_state_dtype(data, tmp_path, dtypes) -> 
     with pytest.warns(UserWarning, match="state_dtype"):
         checkpoint.load(checkpoint.find(run.checkpoints), model, optimizer, ranks)
     wanted = torch.int8 if asked.optim.state_dtype else torch.float32
-    momenta = [state.get("momentum_buffer") for state in optimizer.state.values()]
-    assert {M.dtype for M in momenta if M is not None} == {wanted}
+    source = build.make_model(saved, ranks)
+    before = build.make_optimizer(source, saved)
+    checkpoint.load(checkpoint.find(run.checkpoints), source, before, ranks)
+    matrices = [
+        p for g in optimizer.param_groups if g["algorithm"] == "matrix" for p in g["params"]
+    ]
+    originals = [p for g in before.param_groups if g["algorithm"] == "matrix" for p in g["params"]]
+    for p, q in zip(matrices, originals, strict=True):
+        assert optimizer.state[p]["momentum_buffer"].dtype == wanted
+        M, original = optimizer.momentum(p), before.momentum(q)
+        assert (M - original).abs().max() <= original.abs().max() / 60, "by a level at most"
 
 
 def test_fsdp_does_not_take_weights_of_two_dtypes(data) -> None:
@@ -74,3 +85,30 @@ def test_adamw_has_no_stochastic_rounding(data: Path) -> None:
     spec = tiny(data, precision="bf16_weights", optim=OptimSpec(name="adamw", lr=1e-3))
     with pytest.raises(UserError, match=r"precision=bf16_weights with optim.name=adamw"):
         build.make_model(spec, Ranks(0, 1, torch.device("cpu")))
+
+
+def test_a_branch_trains_with_the_settings_that_it_states(whole, tmp_path, monkeypatch) -> None:
+    seen: list[dict[str, object]] = []
+    update = Trainer.update
+
+    def watch(self: Trainer) -> None:
+        update(self)
+        keys = ("betas", "weight_decay", "momentum", "decay_scale")
+        matrix, adamw = (
+            next(g for g in self.optimizer.param_groups if g["algorithm"] == kind)
+            for kind in ("matrix", "adamw")
+        )
+        seen.append({key: matrix[key] for key in keys} | {"aux_betas": adamw["betas"]})
+
+    monkeypatch.setattr(Trainer, "update", watch)
+    changes = ("optim.aux_beta2=0.99", "optim.beta2=0.98", "optim.weight_decay=0.1")
+    changes += ("optim.momentum=0.9", "optim.decay_scale=0.01", "optim.state_dtype=bfloat16")
+    command = ["branch", str(whole), "--at", "8", "--decay", "4", *changes, "--device", "cpu"]
+    with pytest.warns(UserWarning, match="state_dtype='bfloat16'"):
+        assert main([*command, "--out", str(tmp_path / "branch")]) == 0
+    assert len(seen) == 4
+    assert all(values == seen[0] for values in seen)
+    assert seen[0] == {
+        "betas": (0.9, 0.98), "weight_decay": 0.1, "momentum": 0.9, "decay_scale": 0.01,
+        "aux_betas": (0.9, 0.99),
+    }  # fmt: skip

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -526,3 +527,21 @@ def test_one_block_is_no_cut_but_another_cut_is_refused() -> None:
         optimizer(blocks=3, interleaved=2).load_state_dict(cut)
     both = optimizer(blocks=3, interleaved=2).state_dict()
     optimizer(blocks=3, interleaved=2).load_state_dict(both)
+
+
+def test_a_momentum_of_float64_weights_is_rounded_with_a_warning() -> None:
+    """Both optimizers have state_dtype=None, which follows the weights."""
+    p = nn.Parameter(torch.randn(8, 6, dtype=torch.float64))
+    p.grad = torch.randn_like(p)
+    optimizer = AngularMuown([p])
+    optimizer.step()
+    shorter = AngularMuown([nn.Parameter(p.detach().float())])
+    with pytest.warns(UserWarning, match="every entry is rounded to float32"):
+        shorter.load_state_dict(optimizer.state_dict())
+
+
+def test_without_a_momentum_nothing_is_converted() -> None:
+    p = nn.Parameter(torch.randn(8, 6))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        AngularMuown([p], state_dtype="int8").load_state_dict(AngularMuown([p]).state_dict())
