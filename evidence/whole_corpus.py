@@ -255,6 +255,9 @@ def facts(kept: Kept) -> Facts:
             "cooldown_gain": {"mean": -gain.paired.mean, "outcome": word(gain)},
             "flat_kappa_outcome": word(verdict(judging(flat.losses), judging(linear.losses))),
             "flat_kappa_gain": linear.losses[CHOOSER] - flat.losses[CHOOSER],
+            "flat_kappa_lr_falls_to_0.01": flat.lr == 0.01
+            and kept.sweeps["one-pass"].best[f"{FLAT}, {LINEAR}"].lr == 0.016,
+            "ours_lr_is_0.025": whole.ours.lr == 0.025,
             "best_schedule_is_50%": whole.ours.schedule == LONG,
             "ours_keeps_its_lr": all(
                 kept.sweeps["one-pass"].best[f"{OURS}, {s}"].lr == whole.arms[OURS, s].lr

@@ -75,3 +75,15 @@ def test_the_results_are_one_short_page_that_begins_with_figure_table_and_goals(
 def test_the_page_beyond_the_paper_begins_with_a_figure() -> None:
     lines = (ROOT / "docs" / "evidence" / "beyond.md").read_text().splitlines()
     assert lines[2].startswith("![")
+
+
+LOSS = "validation loss"
+
+
+def test_the_speedrun_entry_quotes_its_log() -> None:
+    log = (ROOT / "results" / "speedrun_first_100_h200.txt").read_text()
+    losses = re.findall(r"step:(\d+)/\d+ val_loss:([\d.]+)", log)
+    lines = (ROOT / "examples" / "speedrun" / "README.md").read_text().splitlines()
+    rows = [next(x for x in lines if x.startswith(f"| {name} |")) for name in ("step", LOSS)]
+    steps, shown = ([cell.strip() for cell in row.split("|")[2:-1]] for row in rows)
+    assert [*zip(steps, shown, strict=True)] == [(step, f"{float(x):.3f}") for step, x in losses]

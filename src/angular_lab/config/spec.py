@@ -47,6 +47,8 @@ class OptimSpec:
     radius_lr: float | None = None  # row lengths; none: as lr
     weight_decay: float = 0.0  # of the matrices
     aux_weight_decay: float = 0.0  # of embeddings, heads, norms
+    angles: tuple[str, ...] = ()  # pattern=factor: the lr of some matrices, relative to lr
+    equal_rows: bool = False  # orthogonalize the tangent gradient without the factor of row lengths
     momentum: float = 0.95  # of the matrices
     momentum_start: float | None = None  # where it starts and ends; none: it stays constant
     momentum_ramp: int = 300  # steps from momentum_start to momentum, and back at the end

@@ -17,6 +17,8 @@ AVERAGES = (0.03, 0.1)  # windows, as shares of the steps; evaluating them chang
 STRENGTHS = (0.3, 0.6)  # of two published uses of EMA-Nesterov
 # The auxiliary AdamW remembers longer, and the momentum rises from 0.85 and falls back.
 MEMORY, RAMP = {"aux_beta2": 0.99}, {"momentum_start": 0.85}
+# What writes into the residual stream turns less: the attention's output, and the second of an MLP.
+ROLES = ("*.attn.out.weight=0.7", "*.mlp.down.weight=0.33")
 LONGER = "aux_beta2 0.99, momentum from 0.85"
 ALONE = tuple(f"extrapolation {strength:g}" for strength in STRENGTHS)
 STACK = f"{ALONE[1]}, {LONGER}"
@@ -52,6 +54,9 @@ def _ours(scale: str) -> tuple[Arm, ...]:
         "aux_beta2 0.99": _changed(usual, scale, **MEMORY),
         "momentum from 0.85": _changed(usual, scale, **RAMP),
         "aux_beta2 0.999, momentum from 0.85": _changed(usual, scale, aux_beta2=0.999, **RAMP),
+        "angles of out 0.7, down 0.33": _changed(usual, scale, angles=ROLES),
+        "angles of down 0.33": _changed(usual, scale, angles=ROLES[1:]),
+        "equal rows": _changed(usual, scale, equal_rows=True),
     }
     return (
         Arm(BASELINE, usual, (RATE,)),

@@ -205,7 +205,39 @@ def _plan(model: LanguageModel, o: OptimSpec) -> Plan:
         stacks=model.stacks(),
         aux_lr=o.aux_lr,
         aux_weight_decay=o.aux_weight_decay,
+        overrides=_angles(o),
     )
+
+
+def _angles(o: OptimSpec) -> dict[str, dict[str, float]]:
+    """Return the learning rates of matrices that have their own; row lengths keep the common
+    one."""
+    rates: dict[str, dict[str, float]] = {}
+    known = inspect.signature(OPTIMIZERS.get(o.name, torch.optim.AdamW)).parameters
+    radius_lr = o.lr if o.radius_lr is None else o.radius_lr
+    common = {"radius_lr": radius_lr} if "radius_lr" in known else {}
+    for text in o.angles:
+        pattern, _, factor = text.partition("=")
+        try:
+            rate = float(factor) * o.lr
+        except ValueError:
+            raise UserError(
+                f"optim.angles={text}: give a pattern of names, = and a factor, for example "
+                "*.down.weight=0.5"
+            ) from None
+        rates[pattern] = {"lr": rate, **common}
+    return rates
+
+
+@torch.no_grad()
+def equalize_rows(optimizer: torch.optim.Optimizer) -> None:
+    """Divide the gradients of matrices by the lengths of their rows: the tangent gradient is then
+    G - r U, without the factor g, and Adam, which moves the lengths, does not see the difference.
+    """
+    matrices = (g for g in optimizer.param_groups if g.get("algorithm") == "matrix")
+    for p in (p for group in matrices for p in group["params"] if p.grad is not None):
+        length = torch.linalg.vector_norm(p, dim=-1, keepdim=True)
+        p.grad.div_(length.masked_fill(length == 0, 1.0))
 
 
 def _check_meaning(o: OptimSpec) -> None:
@@ -228,6 +260,10 @@ def _check_meaning(o: OptimSpec) -> None:
         raise UserError(
             f"optim.momentum_start={o.momentum_start:g} has no meaning for optim.name=adamw: leave "
             "it at none"
+        )
+    if o.equal_rows and o.name != "angular_muown":
+        raise UserError(
+            f"optim.equal_rows=true has no meaning for optim.name={o.name}: leave it at false"
         )
     if o.orthogonalize != "tangent" and o.tangent_steps != OptimSpec().tangent_steps:
         raise UserError(

@@ -148,6 +148,8 @@ class Trainer:
             if group.get("algorithm") == "matrix":
                 group["lr"] *= falling
                 group["momentum"] = build.momentum_at(self.spec, self.step)
+        if self.spec.optim.equal_rows:
+            build.equalize_rows(self.optimizer)
         self.optimizer.step()
         self.extrapolation.update(self.step)
         self.averages.update()

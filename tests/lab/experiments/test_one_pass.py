@@ -69,6 +69,8 @@ NAMED = {  # what a label says, and the setting that it stands for
     "aux_beta2": "optim.aux_beta2",
     "momentum from": "optim.momentum_start",
     "momentum 0": "optim.momentum",
+    "angles of": "optim.angles",
+    "equal rows": "optim.equal_rows",
 }
 
 
@@ -83,7 +85,10 @@ def test_trials_differ_from_their_method_in_what_they_are_named_for() -> None:
         changed = {key for key in keys(usual) if get(arm.spec, key) != get(usual, key)}
         named = {key for name, key in NAMED.items() if name in arm.label.removeprefix(base)}
         assert changed == {"average", *named}
-        assert all(f"{get(arm.spec, key):g}" in arm.label for key in named)
+        values = [get(arm.spec, key) for key in named]
+        assert all(f"{x:g}" in arm.label for x in values if isinstance(x, float))
+        angles = [x for value in values if isinstance(value, tuple) for x in value]
+        assert all(x.partition("=")[2] in arm.label for x in angles)
     assert BASELINE == plan.ours == plan.arms[0].label
 
 

@@ -13,6 +13,7 @@ from angular_lab.training.extrapolation import Extrapolation
 from angular_lab.training.ranks import Ranks
 from angular_lab.training.start import train
 from angular_lab.training.trainer import Trainer
+from angular_muown import AngularMuown
 from tests.lab.runs import lines, stopped_copy, tiny
 
 ON = ExtrapolateSpec(strength=0.5, decay=0.8, start=0.25, end=0.75)
@@ -158,3 +159,39 @@ def test_settings_without_effect_do_not_rename_a_run() -> None:
     assert off.folder_name("") == usual.folder_name("")
     for changed in (replace(usual, extrapolate=ON), replace(usual, optim=OptimSpec(aux_beta2=0.9))):
         assert changed.folder_name("") != usual.folder_name("")
+
+
+def test_angles_change_the_learning_rate_of_some_matrices(data: Path) -> None:
+    optim = OptimSpec(lr=0.02, angles=("*.down.weight=0.5",))
+    spec = tiny(data, optim=optim)
+    model = build.make_model(spec, Ranks(0, 1, torch.device("cpu")))
+    names = {p: name for name, p in model.named_parameters()}
+    found = {
+        (names[p].endswith("down.weight"), group["lr"], group["radius_lr"] or group["lr"])
+        for group in build.make_optimizer(model, spec).param_groups
+        if group["algorithm"] == "matrix"
+        for p in group["params"]
+    }
+    assert found == {(True, 0.01, 0.02), (False, 0.02, 0.02)}
+    build.make_optimizer(model, replace(spec, optim=replace(optim, name="muon")))  # no row lengths
+    for wrong in ("*.down.weight", "*.down.weight=half", "*.nothing=0.5"):
+        with pytest.raises(ValueError, match=r"angles=\*\.down|nothing"):
+            build.make_optimizer(model, replace(spec, optim=replace(optim, angles=(wrong,))))
+
+
+def test_equal_rows_take_the_lengths_out_of_the_tangent_gradient() -> None:
+    """Rows of length g with the gradient of unit rows over g: the step of unit rows."""
+    torch.manual_seed(0)
+    U = torch.nn.functional.normalize(torch.randn(6, 4, dtype=torch.float64))
+    g, G = torch.rand(6, 1, dtype=torch.float64) + 0.5, torch.randn(6, 4, dtype=torch.float64)
+    turned = []
+    for length in (torch.ones_like(g), g):
+        p = nn.Parameter(length * U)
+        p.grad = G.clone()
+        optimizer = AngularMuown([p], lr=0.1)
+        build.equalize_rows(optimizer)
+        optimizer.step()
+        turned.append(torch.nn.functional.normalize(p.detach()))
+    torch.testing.assert_close(*turned)
+    with pytest.raises(ValueError, match=r"equal_rows=true has no meaning for optim\.name=muon"):
+        build._check_meaning(OptimSpec(name="muon", equal_rows=True))
