@@ -110,6 +110,7 @@ def tables(kept: Kept) -> dict[str, Rows]:
             "throughput": speed.throughput(),
             "pace": titled(speed.pace_table()),
             "momentum": storage.momentum_table(),
+            "registers": storage.registers_table(),
             "train-memory": storage.train_memory_table(),
             "throughput-of-optimizers": titled(speed.throughput_of_optimizers()),
             "orthogonalize": speed.orthogonalize(),

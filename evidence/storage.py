@@ -89,3 +89,16 @@ def train_memory_table() -> Rows:
         for row in measured[model]
     ]
     return [head, *rows]
+
+
+def registers_table() -> Rows:
+    """How many rows a multiprocessor works on at a time, by their length and the momentum."""
+    rows = read_json("registers")["results"]
+    head = {"float32": True, "bfloat16": True, EIGHT: False}
+    names = [*head, f"{EIGHT}, bounded"]
+    body = []
+    for n in dict.fromkeys(row["n"] for row in rows):
+        found = {(r["momentum"], r["bounded"]): r for r in rows if r["n"] == n}
+        chosen = [found[key] for key in (*head.items(), (EIGHT, True))]
+        body.append([f"{n:,}", *(str(row["programs"] * row["tile"][0]) for row in chosen)])
+    return [["entries of a row", *names], *body]

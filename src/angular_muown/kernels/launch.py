@@ -72,8 +72,8 @@ TYPES = {
 }
 ROW_ELEMENTS = 2048  # per program of a row kernel
 WARP_ELEMENTS = 1024  # per warp of one, if rows are longer
-# Rounding to 8 bits takes registers. Without a bound the compiler uses so many that only half as
-# many rows of 8,192 entries run concurrently as with a float32 momentum, in twice the time.
+# Rounding to 8 bits takes registers. Without a bound the compiler uses so many that half as many
+# rows of 8,192 entries run concurrently as with a float32 momentum (benchmarks/registers.py).
 WARP_ELEMENTS_8_BIT, REGISTERS_8_BIT = 512, 64
 TRANSPOSE_TILE = 64
 ROW_BYTES, BANDWIDTH = 32, 4.2e6  # bytes per element, bytes per microsecond on an H200
@@ -244,13 +244,19 @@ def launch_rows(
 
     With `eight_bit` the kernel rounds a momentum to 8 bits.
     """
-    columns = triton.next_power_of_2(n)
+    height, columns, options = row_tile(n, eight_bit)
+    kernel[triton.cdiv(m, height), count](*args, height, columns, **options)
+
+
+def row_tile(n: int, eight_bit: bool) -> tuple[int, int, dict[str, int]]:
+    """Return the rows and columns of a program's tile, and the compiler's options for it."""
+    columns = 1 << (n - 1).bit_length()  # the next power of two
     height = max(1, ROW_ELEMENTS // columns)
     each = WARP_ELEMENTS_8_BIT if eight_bit else WARP_ELEMENTS
-    warps = min(32, max(4, height * columns // each))
-    limits = {"maxnreg": REGISTERS_8_BIT} if eight_bit and torch.version.hip is None else {}
-    grid = triton.cdiv(m, height), count
-    kernel[grid](*args, height, columns, num_warps=warps, **limits)
+    options = {"num_warps": min(32, max(4, height * columns // each))}
+    if eight_bit and torch.version.hip is None:
+        options["maxnreg"] = REGISTERS_8_BIT
+    return height, columns, options
 
 
 # The order of a step's launches.
