@@ -1,5 +1,6 @@
 """A figure of losses: one row for each method, one dot for each seed; readable on small screens."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
@@ -37,7 +38,7 @@ class DotRow:
 class DotFigure:
     """Rows from the lowest loss to the highest, as SVG."""
 
-    def __init__(self, heading: str, rows: list[DotRow]) -> None:
+    def __init__(self, heading: str, rows: Sequence[DotRow]) -> None:
         self.heading, self.rows = heading, sorted(rows, key=lambda row: row.shown)
         values = [loss for row in rows for loss in row.losses.values()]
         margin = 0.04 * (max(values) - min(values))

@@ -1,7 +1,6 @@
 """The first edition: the loss of every optimizer at 90M tokens, as a table and as a figure."""
 
-from dataclasses import dataclass
-from statistics import fmean
+from dataclasses import dataclass, replace
 
 from evidence.comparison import Comparison
 from evidence.dots import DotFigure, DotRow
@@ -13,21 +12,10 @@ FIGURE = "final-loss.svg"
 
 
 @dataclass(frozen=True)
-class Result:
-    """An optimizer's losses at 90M tokens by seed, and AngularMuown's of the same sweep."""
+class Result(DotRow):
+    """An optimizer at 90M tokens, with AngularMuown's losses of the same sweep."""
 
-    name: str
-    detail: str  # what differs from the protocol
-    losses: BySeed
     ours: BySeed
-
-    @property
-    def title(self) -> str:
-        return f"{self.name}, {self.detail}" if self.detail else self.name
-
-    @property
-    def mean(self) -> float:
-        return fmean(judging(self.losses).values())
 
 
 class Headline:
@@ -41,24 +29,24 @@ class Headline:
         falling = concurrent.finals("magnitude_direction, falling rate", LATE)
         adamw = tuned.finals("adamw", LATE)
         results = [
-            Result("AngularMuown", "", ours, ours),
-            Result("NorMuon", "", teaser.at("normuon", "90M"), ours),
-            Result("Muown", "", teaser.at("muown", "90M"), ours),
-            Result("Muon", "", teaser.at("muon", "90M"), ours),
-            Result("AdamW", "one learning rate", teaser.at("adamw", "90M"), ours),
-            Result("AdamW", "`aux_lr` tuned", adamw, tuned.finals(OURS, LATE)),
-            Result("Hyperball", "", concurrent.finals("hyperball", LATE), again),
-            Result("MagnitudeDirection", "linear decay", falling, again),
+            Result("AngularMuown", "", ours, True, ours),
+            Result("NorMuon", "", teaser.at("normuon", "90M"), False, ours),
+            Result("Muown", "", teaser.at("muown", "90M"), False, ours),
+            Result("Muon", "", teaser.at("muon", "90M"), False, ours),
+            Result("AdamW", "one learning rate", teaser.at("adamw", "90M"), False, ours),
+            Result("AdamW", "`aux_lr` tuned", adamw, False, tuned.finals(OURS, LATE)),
+            Result("Hyperball", "", concurrent.finals("hyperball", LATE), False, again),
+            Result("MagnitudeDirection", "linear decay", falling, False, again),
         ]
-        self.results = sorted(results, key=lambda result: result.mean)
+        self.results = sorted(results, key=lambda result: result.shown)
 
     def table(self) -> Rows:
         head = ["optimizer", "loss", "AngularMuown is lower?", "by", "95% interval", "fewer tokens"]
         return [head, *map(self._row, self.results)]
 
     def _row(self, result: Result) -> list[str]:
-        cells = [result.title, f"{result.mean:.4f}"]
-        if result.name == "AngularMuown":
+        cells = [result.title, f"{result.shown:.4f}"]
+        if result.is_ours:
             return [*cells, "", "", "", ""]
         above = lead(result.ours, result.losses)
         interval = f"{above['low']:.3f} to {above['high']:.3f}"
@@ -68,8 +56,5 @@ class Headline:
         return [*cells, verdict, f"{above['mean']:.3f}", interval, times]
 
     def figure(self) -> str:
-        rows = [
-            DotRow(r.name, r.detail.replace("`", ""), r.losses, r.name == "AngularMuown")
-            for r in self.results
-        ]
+        rows = [replace(row, detail=row.detail.replace("`", "")) for row in self.results]
         return DotFigure("Validation loss at 90M tokens", rows).svg()
