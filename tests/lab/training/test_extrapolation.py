@@ -195,3 +195,12 @@ def test_equal_rows_take_the_lengths_out_of_the_tangent_gradient() -> None:
     torch.testing.assert_close(*turned)
     with pytest.raises(ValueError, match=r"equal_rows=true has no meaning for optim\.name=muon"):
         build._check_meaning(OptimSpec(name="muon", equal_rows=True))
+
+
+def test_equal_rows_change_a_run(data: Path, tmp_path: Path) -> None:
+    spec = tiny(data)
+    train(spec, tmp_path / "usual")
+    train(replace(spec, optim=replace(spec.optim, equal_rows=True)), tmp_path / "equal")
+    usual, equal = lines(tmp_path / "usual"), lines(tmp_path / "equal")
+    assert equal[0] == usual[0]  # the loss before the first step
+    assert equal[2] != usual[2]
