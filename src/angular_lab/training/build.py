@@ -209,13 +209,12 @@ def _plan(model: LanguageModel, o: OptimSpec) -> Plan:
     )
 
 
-def _angles(o: OptimSpec) -> dict[str, dict[str, float]]:
+def _angles(o: OptimSpec) -> dict[str, dict[str, Any]]:
     """Return the learning rates of matrices that have their own; row lengths keep the common
     one."""
-    rates: dict[str, dict[str, float]] = {}
+    rates: dict[str, dict[str, Any]] = {}
     known = inspect.signature(OPTIMIZERS.get(o.name, torch.optim.AdamW)).parameters
-    radius_lr = o.lr if o.radius_lr is None else o.radius_lr
-    common = {"radius_lr": radius_lr} if "radius_lr" in known else {}
+    common = {"radius_lr": o.with_all_rates().radius_lr} if "radius_lr" in known else {}
     for text in o.angles:
         pattern, _, factor = text.partition("=")
         try:

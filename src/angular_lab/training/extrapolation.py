@@ -13,16 +13,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from angular_lab.config.spec import Spec
 from angular_lab.training.build import lr_factor
+from angular_muown.distributed.mesh import local
 
 NAME = "displacement"  # in checkpoints, next to the windows of averages
-
-
-def local(x: Tensor) -> Tensor:
-    return x.to_local() if hasattr(x, "to_local") else x
 
 
 class Extrapolation:
