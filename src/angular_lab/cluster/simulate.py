@@ -24,6 +24,7 @@ from angular_lab.cluster.cost import Exchange, RankShare, estimate
 from angular_lab.cluster.machine import Machine
 from angular_lab.cluster.models import Shapes
 from angular_lab.errors import UserError
+from angular_lab.models.tensor_parallel import local_part
 from angular_muown import AngularMuown, Group, plan
 from angular_muown.distributed.assignment import Assignment
 from angular_muown.params.state import init_state
@@ -234,7 +235,7 @@ def rank_share(optimizer: AngularMuown, exchanged: set[str]) -> RankShare:
     total = Counter[str]()
     for group in optimizer.param_groups:
         for name, p in zip(group["param_names"], group["params"], strict=True):
-            entries, is_matrix = local(p).numel(), group["algorithm"] == "matrix"
+            entries, is_matrix = local_part(p).numel(), group["algorithm"] == "matrix"
             total["state_bytes"] += _state_bytes(optimizer, p, group)
             total["matrix_entries" if is_matrix else "adamw_entries"] += entries
             if name in exchanged:
@@ -250,8 +251,4 @@ def _state_bytes(optimizer: AngularMuown, p: Tensor, group: Group) -> int:
     state: dict[str, Tensor] = {}
     recipe = optimizer.recipe(group) if group["algorithm"] == "matrix" else None
     init_state(p, state, group, recipe)
-    return sum(local(t).nbytes for t in state.values())
-
-
-def local(t: Tensor) -> Tensor:
-    return t.to_local() if hasattr(t, "to_local") else t
+    return sum(local_part(t).nbytes for t in state.values())

@@ -67,6 +67,11 @@ def is_divided(weight: Tensor) -> "TypeGuard[DTensor]":
     return hasattr(weight, "device_mesh")
 
 
+def local_part(t: Tensor) -> Tensor:
+    """Return this rank's part of a sharded tensor, or a plain tensor itself."""
+    return t.to_local() if is_divided(t) else t
+
+
 def local_rows(weight: "DTensor", rows: list[int]) -> list[Tensor]:
     """Return this rank's part of every row block of a fused weight."""
     from torch.distributed.tensor import Partial, Replicate
@@ -106,5 +111,5 @@ def clip_gradients(parameters: list[nn.Parameter], bound: float) -> Tensor:
     total = torch.linalg.vector_norm(torch.stack(norms))
     factor = (bound / (total + 1e-6)).clamp(max=1.0)  # torch's own constant
     for g in gradients:
-        (g.to_local() if isinstance(g, DTensor) else g).mul_(factor)
+        local_part(g).mul_(factor)
     return total

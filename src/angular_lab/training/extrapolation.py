@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from angular_lab.config.spec import Spec
+from angular_lab.models.tensor_parallel import local_part
 from angular_lab.training.build import lr_factor
-from angular_muown.distributed.mesh import local
 
 NAME = "displacement"  # in checkpoints, next to the windows of averages
 
@@ -31,7 +31,8 @@ class Extrapolation:
         weights = [p.detach() for p in self.parameters.values()]
         # With FSDP this rank's parts are moved, and averages are saved as parts of the whole.
         self.averages = [torch.zeros_like(w) for w in weights]
-        self.weights, self.displacement = [*map(local, weights)], [*map(local, self.averages)]
+        self.weights = [*map(local_part, weights)]
+        self.displacement = [*map(local_part, self.averages)]
         self.before = [w.clone() for w in self.weights]
 
     def strength(self, step: int) -> float:
