@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from angular_muown.params.layout import Layout, Slice2D
-from angular_muown.params.rounding import position_noise
+from angular_muown.params.rounding import paired_noise
 from angular_muown.stages.reductions import LOCAL, Reductions
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 INT8 = "int8"  # of a group's state_dtype
 SCALE = "momentum_scale"  # the row vector of largest entries
 LEVELS = 127
+SMALLEST = 2.0**-110  # scale: LEVELS^2 / scale and scale / LEVELS^2 are in the range of float32
 # Added to the step number: the noise differs from that of the weights' rounding.
 SALT = 0x5BD1E995
 
@@ -43,8 +44,7 @@ def scale_names(group: "Group") -> tuple[str, ...]:
 
 def decode(q: Tensor, scale: Tensor) -> Tensor:
     """Return the entries that integers stand for; q has the dtype of the result."""
-    root = q / LEVELS
-    return root * root.abs() * scale
+    return q * q.abs() * (scale / LEVELS**2)
 
 
 def encode(
@@ -60,13 +60,12 @@ def encode(
         over: finds the largest entry of rows that ranks share.
     """
     scale = over.row_max(M)
-    scale = torch.where(scale.isnan(), torch.inf, scale)  # as ranks do that share a row
-    z = M.abs() / torch.where(scale == 0, 1.0, scale) * LEVELS**2
+    scale = torch.where(scale.isnan(), torch.inf, scale).clamp(min=SMALLEST)
+    z = M.abs() * (1 / scale * LEVELS**2)
     lower = z.sqrt().floor()
     share = (z - lower.square()) / (2 * lower + 1)
-    noise = position_noise(M, step + SALT, corner)
-    up = (noise >> 8) * 2.0**-24 < share
-    q = (lower + up).nan_to_num(0.0).clamp(max=LEVELS) * M.sign().nan_to_num(0.0)
+    up = paired_noise(M, step + SALT, corner) * 2.0**-16 < share
+    q = (lower + up).nan_to_num(0.0).clamp(max=LEVELS).copysign(M)
     return q.to(torch.int8), scale
 
 

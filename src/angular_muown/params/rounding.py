@@ -15,6 +15,7 @@ DROPPED_BITS = {
     torch.float16: 13,
 }  # mantissa bits that a cast from float32 drops
 WORD = 0xFFFFFFFF
+GOLDEN = 0x9E3779B9  # 2^32 over the golden ratio: its multiples stay apart
 
 
 def round_stochastically(
@@ -42,11 +43,26 @@ def round_stochastically(
 
 def position_noise(X: Tensor, seed: int | Tensor, corner: tuple[int, int] = (0, 0)) -> Tensor:
     """Return 32 random bits for every entry of (..., m, n) matrices, as int64 (m, n)."""
+    rows, column = _positions(X, seed, corner)
+    return _hash(rows + column)
+
+
+def paired_noise(X: Tensor, seed: int | Tensor, corner: tuple[int, int] = (0, 0)) -> Tensor:
+    """Return 16 random bits for every entry, in fewer operations: columns 2k and 2k + 1 take the
+    halves of one number, which is hashed with one multiplication instead of two."""
+    rows, column = _positions(X, seed, corner)
+    x = (rows + (column >> 1) * GOLDEN) & WORD
+    x = (x ^ (x >> 15)) * 0x846CA68B & WORD
+    return (x >> 16 * (column & 1)) & 0xFFFF
+
+
+def _positions(X: Tensor, seed: int | Tensor, corner: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Return 32 random bits for every row (m, 1), and the column numbers (n)."""
     m, n = X.shape[-2:]
     top, left = corner
     row = torch.arange(top, top + m, device=X.device, dtype=torch.int64).unsqueeze(-1)
     column = torch.arange(left, left + n, device=X.device, dtype=torch.int64)
-    return _hash(_hash(row + hash_seed(seed)) + column)
+    return _hash(row + hash_seed(seed)), column
 
 
 def _hash(x: Tensor) -> Tensor:
@@ -58,7 +74,7 @@ def _hash(x: Tensor) -> Tensor:
 
 
 def hash_seed(seed: Any) -> Any:
-    return (seed * 0x9E3779B9 + 0x7F4A7C15) & WORD  # golden-ratio increments keep seeds apart
+    return (seed * GOLDEN + 0x7F4A7C15) & WORD
 
 
 def reconcile_master(master: Tensor, weight: Tensor) -> Tensor:

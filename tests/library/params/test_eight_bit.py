@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from angular_muown import AngularMuown, Muon
 from angular_muown.engine import Engine
-from angular_muown.params.eight_bit import LEVELS, SCALE, decode, encode
+from angular_muown.params.eight_bit import LEVELS, SALT, SCALE, SMALLEST, decode, encode
+from angular_muown.params.rounding import paired_noise, position_noise
 from tests.library.family import MEMBERS, PARITY, noise, parameter, run
 from tests.reference import eight_bit
 
@@ -69,14 +70,32 @@ def test_what_is_not_finite_stays_in_its_row() -> None:
         assert torch.equal(Q[[0, 2, 3]], expected[[0, 2, 3]])
 
 
-def test_the_noise_is_not_that_of_the_weights() -> None:
-    from angular_muown.params.eight_bit import SALT
-    from angular_muown.params.rounding import position_noise
+def test_the_smallest_rows_keep_their_mean() -> None:
+    """A row below the smallest scale is stored with that scale: coarsely, but without a bias."""
+    M = 1e-36 * noise(4, 50, seed=4, dtype=torch.float32)
+    draws = torch.stack([quantized(M, step) for step in range(4000)])
+    bias = draws.mean(dim=0) - M
+    assert ((draws == 0) | (draws.abs() >= SMALLEST / LEVELS**2)).all()
+    assert (bias.abs() < 5 * draws.std(dim=0) / 4000**0.5 + 1e-38).all()
 
-    M = noise(30, 30, seed=5)
-    for step in range(5):
-        a, b = (position_noise(M, s).double().flatten() for s in (step, step + SALT))
-        assert abs(torch.corrcoef(torch.stack([a, b]))[0, 1]) < 0.15
+
+def test_the_noise_is_uniform_and_independent() -> None:
+    """Of its neighbors in the row and in the column, of other steps, and of the weights' noise."""
+    X = torch.empty(400, 400)
+    steps = torch.stack([paired_noise(X, step + SALT).double() / 2**16 for step in range(3)])
+    bins = torch.histc(steps, 64, 0, 1) / (steps.numel() / 64)
+    assert (bins - 1).abs().max() < 5 * (64 / steps.numel()) ** 0.5
+    u = steps[0]
+    others = {
+        "next step": steps[1],
+        "other half": u.unflatten(1, (-1, 2)).flip(-1).flatten(1),
+        **{f"column + {k}": u.roll(k, 1) for k in (1, 2, 3, 16)},
+        **{f"row + {k}": u.roll(k, 0) for k in (1, 2)},
+        "weights": position_noise(X, 0).double(),
+    }
+    for name, v in others.items():
+        r = torch.corrcoef(torch.stack([u.flatten(), v.flatten()]))[0, 1]
+        assert abs(r) < 5 / u.numel() ** 0.5, name
 
 
 # steps

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from angular_muown.kernels import columns
 from angular_muown.kernels.triton.packets import entries, header, packet_address
-from angular_muown.params import eight_bit
+from angular_muown.params import eight_bit, rounding
 
 # Kernels can read global constants only as constexpr.
 WEIGHT = tl.constexpr(columns.WEIGHT)
@@ -50,9 +50,11 @@ FLAT = tl.constexpr(columns.FLAT)
 WEIGHT_NORM = tl.constexpr(columns.WEIGHT_NORM)
 FIXED = tl.constexpr(columns.FIXED)
 ADAM = tl.constexpr(columns.ADAM)
-INFINITY = tl.constexpr(0x7F800000)  # its bits
+INFINITY, SIGN = tl.constexpr(0x7F800000), tl.constexpr(-0x80000000)  # bits of float32
 LEVELS = tl.constexpr(float(eight_bit.LEVELS))
-SALT = tl.constexpr(eight_bit.SALT * 0x9E3779B9 & 0xFFFFFFFF)  # what hash_seed makes of it
+SMALLEST = tl.constexpr(eight_bit.SMALLEST)
+GOLDEN = tl.constexpr(rounding.GOLDEN)
+SALT = tl.constexpr(eight_bit.SALT * rounding.GOLDEN & rounding.WORD)  # as hash_seed does
 
 
 @triton.jit
@@ -177,10 +179,12 @@ def _tangent(
     else:
         exponent = exponents(W)
         V = W * power_of_two(-exponent)[:, None]
-        length = tl.sqrt(tl.sum(V * V, axis=1))
+        squares, products = tl.split(tl.sum(tl.join(V * V, G * V), axis=1))  # in one reduction
+        length = tl.sqrt(squares)
         g = length * power_of_two(exponent)
-        # A zero row moves along -G, so its radial gradient is -|G|.
-        r = tl.where(g == 0.0, -row_norm(G), tl.sum(G * V, axis=1) / divisor(length))
+        r = products / divisor(length)
+        if tl.min(g, axis=0) == 0.0:  # a zero row moves along -G: its radial gradient is -|G|
+            r = tl.where(g == 0.0, -row_norm(G), r)
     tl.store(radial, r, mask=in_rows)
     T = g[:, None] * G - tl.where(g == 0.0, 0.0, r)[:, None] * W
     if CHART == WEIGHT_NORM:
@@ -210,6 +214,11 @@ def _new_momentum(
     W_TYPE: tl.constexpr, G_TYPE: tl.constexpr, M_TYPE: tl.constexpr,
 ):  # fmt: skip
     """Return the gradient of the rows' directions, and the momentum with it."""
+    # First of all loads: a load after a reduction would wait for it.
+    stored = tl.load(momentum_at(table, matrix, M_TYPE) + offset, mask=inside, other=0)
+    beta = tl.load(scalars + BETA)
+    if M_TYPE == tl.int8:
+        scale = tl.load(state_at(table, matrix, MOMENTUM_SCALE, row), mask=in_rows, other=0.0)
     G = read(table, matrix, GRADIENT, offset, inside, G_TYPE)
     if MAXIMIZE:
         G = -G
@@ -217,11 +226,10 @@ def _new_momentum(
         G, table, sums, count, m, matrix, row, in_rows, inside, offset, radial, CHART, SUMMED,
         W_TYPE,
     )  # fmt: skip
-    M = tl.load(momentum_at(table, matrix, M_TYPE) + offset, mask=inside, other=0).to(tl.float32)
+    M = stored.to(tl.float32)
     if M_TYPE == tl.int8:
-        scale = tl.load(state_at(table, matrix, MOMENTUM_SCALE, row), mask=in_rows, other=0.0)
-        M = M * tl.abs(M) * (scale / (LEVELS * LEVELS))[:, None]
-    return T, tl.load(scalars + BETA) * M + T
+        return T, M * tl.abs(M) * (beta * scale / (LEVELS * LEVELS))[:, None] + T
+    return T, beta * M + T
 
 
 @triton.jit
@@ -257,13 +265,10 @@ def maxima_kernel(
 
 @triton.jit
 def _store_eight_bit(
-    M, table, scalars, maxima, m, matrix, row, column, in_rows, inside, offset,
-    SHARDED: tl.constexpr, SCALED: tl.constexpr,
-):  # fmt: skip
+    M, scale, table, scalars, matrix, row, column, in_rows, inside, offset, SHARDED: tl.constexpr
+):
     """Store the momentum in 8 bits, as angular_muown.params.eight_bit.encode does."""
-    scale = _largest(M)
-    if SCALED:
-        scale = tl.load(maxima + matrix * m + row, mask=in_rows, other=0.0)
+    scale = tl.maximum(scale, SMALLEST)
     # Several warps read the same entries; all must have read them before one writes.
     tl.debug_barrier()
     tl.store(state_at(table, matrix, MOMENTUM_SCALE, row), scale, mask=in_rows)
@@ -271,15 +276,20 @@ def _store_eight_bit(
         row += tl.load(table + matrix * ENTRY + FIRST_ROW).to(tl.int32)
         column += tl.load(table + matrix * ENTRY + FIRST_COLUMN).to(tl.int32)
     seed = tl.load(scalars + SEED).to(tl.uint32, bitcast=True) + SALT
-    noise = _hash(_hash(row.to(tl.uint32) + seed)[:, None] + column.to(tl.uint32)[None, :])
-    # Divisions are per row: per entry they would take longer than the memory that 8 bits save.
-    z = tl.abs(M) * (1.0 / divisor(scale))[:, None] * (LEVELS * LEVELS)
+    column = column.to(tl.uint32)[None, :]
+    noise = _hash(row.to(tl.uint32) + seed)[:, None] + (column >> 1) * GOLDEN
+    noise = (noise ^ (noise >> 15)) * 0x846CA68B
+    noise = (noise >> ((column & 1) * 16)) & 0xFFFF
+    # Few instructions per entry, or they would take longer than the memory that 8 bits save:
+    # divisions are per row, and adding 1.5 * 2^23 leaves an integer in the last bits.
+    z = tl.abs(M) * (1.0 / scale * (LEVELS * LEVELS))[:, None]
     lower = tl.floor(tl.sqrt(z))
-    drawn = (noise >> 8).to(tl.float32) * 5.9604644775390625e-08
-    up = drawn * (2.0 * lower + 1.0) < z - lower * lower
-    q = tl.minimum(lower + up.to(tl.float32), LEVELS)
-    q = tl.where(M < 0.0, -q, q)
-    q = tl.where(z == z, q, 0.0)  # where the row is not finite
+    up = noise.to(tl.float32) * (lower * 2.0**-15 + 2.0**-16) < z - lower * lower
+    highest = tl.where(scale < float("inf"), LEVELS, 0.0)  # 0 also replaces NaN
+    q = tl.minimum(lower + up.to(tl.float32), highest[:, None])
+    sign = M.to(tl.int32, bitcast=True) & SIGN
+    q = (q.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    q = (q + 12582912.0).to(tl.int32, bitcast=True)
     tl.store(momentum_at(table, matrix, tl.int8) + offset, q.to(tl.int8), mask=inside)
 
 
@@ -305,19 +315,21 @@ def before_kernel(
         table, scalars, sums, count, m, matrix, row, in_rows, inside, offset,
         row_stats + RADIAL * count * m, CHART, MAXIMIZE, SUMMED, W_TYPE, G_TYPE, M_TYPE,
     )  # fmt: skip
-    if M_TYPE == tl.int8:
-        _store_eight_bit(
-            M, table, scalars, maxima, m, matrix, row, column, in_rows, inside, offset, SHARDED,
-            SCALED,
-        )  # fmt: skip
-    else:
-        tl.store(momentum_at(table, matrix, M_TYPE) + offset, M.to(M_TYPE), mask=inside)
     X = M
     if NESTEROV:
         X = T + tl.load(scalars + BETA) * M
     exponent = exponents(X)
     X = X * power_of_two(-exponent)[:, None]
     squares = tl.sum(X * X, axis=1)
+    if M_TYPE == tl.int8:
+        scale = tl.where(squares == squares, tl.max(tl.abs(M), axis=1), float("inf"))
+        if SCALED:
+            scale = tl.load(maxima + matrix * m + row, mask=in_rows, other=0.0)
+        _store_eight_bit(
+            M, scale, table, scalars, matrix, row, column, in_rows, inside, offset, SHARDED
+        )
+    else:
+        tl.store(momentum_at(table, matrix, M_TYPE) + offset, M.to(M_TYPE), mask=inside)
     if SHARDED:
         base = tl.load(table + matrix * ENTRY + PACKET + tl.zeros_like(row))
         packet = base + row.to(tl.int64) * (2 * (n + HEADER))
