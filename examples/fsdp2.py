@@ -99,6 +99,7 @@ def main(out: Path, resume: bool = False, steps: int = 100) -> list[float]:
         losses.append(total.item() / world)
         if rank == 0 and step % 5 == 0:
             print(f"step {step:4d}  loss {losses[-1]:.3f}", flush=True)
+    dist.barrier()  # gloo's threads release the last sum while this waits, not at Python's exit
     dist.destroy_process_group()
     return losses
 

@@ -50,15 +50,23 @@ def test_fine_tuning_lowers_the_loss_on_the_new_text(optimizer, lora) -> None:
     assert found["after"][0] < found["before"][0] - 0.02
 
 
+# torch 2.13: if one of gloo's threads still holds the tensor of the last sum when Python exits, it
+# waits for the interpreter lock and aborts the process, after all of its work. Not ours to mend.
+GLOO_ABORT, ATTEMPTS = "terminate called without an active exception", 3
+
+
 def torchrun(ranks: int, out: Path, *words: str) -> dict[int, float]:
     """Run the FSDP2 example and return the losses that it prints, by step."""
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*start, f"--nproc-per-node={ranks}", str(EXAMPLES / "fsdp2.py")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run(
-        [*command, "--out", str(out), "--steps", "20", *words],
-        env=environment, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+    for _ in range(ATTEMPTS):
+        run = subprocess.run(
+            [*command, "--out", str(out), "--steps", "20", *words],
+            env=environment, capture_output=True, text=True, timeout=200,
+        )  # fmt: skip
+        if GLOO_ABORT not in run.stderr:
+            break
     assert run.returncode == 0, run.stderr
     lines = [line.split() for line in run.stdout.splitlines() if line.startswith("step ")]
     return {int(words[1]): float(words[3]) for words in lines}
