@@ -54,6 +54,7 @@ def seed_list(text: str) -> tuple[int, ...]:
 def open_sweep(name: str, arguments: argparse.Namespace) -> "Sweep":
     """Return the sweep of an experiment, with what the command line changes about it."""
     from angular_lab.experiments.comparison import planned
+    from angular_lab.experiments.definition import only_arms
     from angular_lab.sweeps.dry_run import check_specs
     from angular_lab.sweeps.sweep import Sweep
 
@@ -67,6 +68,8 @@ def open_sweep(name: str, arguments: argparse.Namespace) -> "Sweep":
         )
     if arguments.seeds:
         plan = replace(plan, seeds=arguments.seeds)
+    if arguments.only:
+        plan = only_arms(plan, arguments.only)
     prepare = not arguments.dry_run
     sweep = Sweep(plan, arguments.out, arguments.data, arguments.device, arguments.name, prepare)
     check_passes(sweep, arguments.passes)
@@ -192,11 +195,11 @@ def _print_pairs(sweep: "Sweep") -> None:
 
 
 def _print_outcome(sweep: "Sweep") -> None:
-    arms, chosen = sweep.experiment.arms, sweep.chosen
-    width, seed = max(len(arm.label) for arm in arms), sweep.experiment.seeds[0]
+    plan, chosen = sweep.experiment, sweep.chosen
+    arms = [arm for arm in plan.trained_arms if not arm.variant_of]
+    width, seed = max(len(arm.label) for arm in arms), plan.seeds[0]
     for arm in arms:
-        if not arm.variant_of:
-            print(f"{arm.label:{width}}  {_outcome(chosen.get(arm.label), seed)}")
+        print(f"{arm.label:{width}}  {_outcome(chosen.get(arm.label), seed)}")
     print(sweep.path)
 
 
@@ -307,4 +310,6 @@ def add_sweep_options(sub: argparse.ArgumentParser) -> None:
     add_until(sub)
     help_text = "as in 0,1,2 or 0..2: the first picks the value, the others judge it; default: the "
     sub.add_argument("--seeds", type=seed_list, metavar="SEEDS", help=help_text + "experiment's")
+    help_text = "train this method alone, by its name or a pattern such as 'normuon*'; may be repeated"
+    sub.add_argument("--only", action="append", metavar="METHOD", help=help_text)
     add_passes(sub)

@@ -4,11 +4,14 @@ An arm is a curve of a figure or a row of a table. `paper` has the paper's sizes
 minutes on one GPU, `nano` a few minutes on a CPU: the same code, other numbers.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 from angular_lab.config.named_runs import named_run
 from angular_lab.config.spec import Spec
+from angular_lab.errors import UserError
 from angular_lab.experiments import published
 
 SCALES = ("paper", "s", "nano")
@@ -72,6 +75,7 @@ class Experiment:
     ours: str | None = None  # the arm that the experiment is about
     expected: tuple[tuple[str, str], ...] | None = None  # None: ours below every other arm
     tuning_seed: int | None = None  # the seed that chose the learning rates held here, elsewhere
+    only: tuple[str, ...] | None = None  # labels of the arms to train now; None: all
 
     @property
     def pairs(self) -> tuple[tuple[str, str], ...]:
@@ -81,8 +85,27 @@ class Experiment:
         others = [arm.label for arm in self.arms if arm.label != self.ours and not arm.variant_of]
         return tuple((self.ours, other) for other in others) if self.ours else ()
 
+    @property
+    def trained_arms(self) -> tuple[Arm, ...]:
+        """The arms that are to be trained now."""
+        return tuple(arm for arm in self.arms if self.only is None or arm.label in self.only)
+
     def horizons_of(self, arm: Arm) -> tuple[int, ...]:
         return self.horizons if arm.horizons is None else arm.horizons
+
+
+def only_arms(plan: Experiment, patterns: Sequence[str]) -> Experiment:
+    """Return the experiment with nothing to train but the arms whose labels match a pattern, and
+    the arms that these are variants of, which choose their values."""
+    matched: dict[str, None] = {}
+    for pattern in patterns:
+        arms = [arm for arm in plan.arms if fnmatchcase(arm.label, pattern)]
+        if not arms:
+            labels = "; ".join(arm.label for arm in plan.arms)
+            raise UserError(f"--only '{pattern}': no such method in {plan.name}; it has {labels}")
+        roots = (arm.variant_of for arm in arms if arm.variant_of)
+        matched |= dict.fromkeys((*roots, *(arm.label for arm in arms)))
+    return replace(plan, only=tuple(matched))
 
 
 def base(scale: str, paper_run: str = "dense-124m") -> Spec:

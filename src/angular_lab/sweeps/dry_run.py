@@ -64,9 +64,10 @@ def checkpoints(spec: Spec) -> int:
 
 def _storage(spec: Spec) -> Spec:
     """Return the spec with all that a checkpoint's size depends on, for the cache below."""
-    keep = {"model": spec.model, "precision": spec.precision, "average": spec.average}
-    optim = replace(spec.optim, lr=0.0, aux_lr=None, radius_lr=None, weight_decay=0.0)
-    return replace(Spec(), **keep, optim=optim)
+    usual, names = Spec(), ("model", "precision", "average", "extrapolate")
+    rates = ("lr", "aux_lr", "radius_lr", "weight_decay", "angles")
+    optim = replace(spec.optim, **{name: getattr(usual.optim, name) for name in rates})
+    return replace(usual, **{name: getattr(spec, name) for name in names}, optim=optim)
 
 
 @cache
@@ -87,11 +88,12 @@ def check_disk(sweeps: Sequence[Sweep]) -> None:
 
 
 def work_of(sweep: Sweep) -> list[ArmWork]:
-    """Return the work of every arm. Trials whose value is not chosen yet count like any other:
-    the value makes no difference to their cost."""
+    """Return the work of every arm to be trained. Trials whose value is not chosen yet count like
+    any other: the value makes no difference to their cost."""
     seen: set[Path] = set()
     result = []
-    for arm, (waiting, trials) in zip(sweep.experiment.arms, sweep.planned(), strict=True):
+    arms = sweep.experiment.trained_arms
+    for arm, (waiting, trials) in zip(arms, sweep.planned(), strict=True):
         values = tuple(dict.fromkeys(trial.value for trial in trials))
         work = ArmWork(arm, values, waiting + len(trials))
         for trial in trials:

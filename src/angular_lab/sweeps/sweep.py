@@ -129,10 +129,10 @@ class Sweep:
         return next((a for a in self.experiment.arms if a.label == arm.variant_of), arm)
 
     def planned(self) -> Iterator[tuple[int, list[Trial]]]:
-        """For every arm yield the trials that are planned so far, and how many more will follow
-        once its value is chosen. An arm with one value has no choice to wait for."""
+        """For every arm to be trained yield the trials that are planned so far, and how many more
+        will follow once its value is chosen. An arm with one value has no choice to wait for."""
         judges, added = self.experiment.seeds[1:], self._added_seeds()
-        for arm in self.experiment.arms:
+        for arm in self.experiment.trained_arms:
             grid, value = self.grid(arm, self.extend), self._chosen_value(arm)
             if value is None:
                 waiting = 0 if self.grid(self._root(arm), self.extend).done else len(judges)

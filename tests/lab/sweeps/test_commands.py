@@ -12,7 +12,7 @@ from angular_lab.data.prepare import prepare
 from angular_lab.data.shards import Manifest
 from angular_lab.data.tokenizer import BytesTokenizer
 from angular_lab.experiments.comparison import EXPERIMENTS
-from angular_lab.experiments.definition import Experiment
+from angular_lab.experiments.definition import Experiment, only_arms
 from angular_lab.sweeps import workers
 from angular_lab.sweeps.sweep import Sweep
 from angular_lab.sweeps.sweep_file import SweepRecord
@@ -103,6 +103,41 @@ def test_seeds_of_the_command_replace_those_of_the_experiment(
     assert {trial.seed for trial in record.trials} == {5, 7}
     assert sum(trial.seed == 5 for trial in record.trials) == 4
     assert sum(trial.seed == 7 for trial in record.trials) == 2
+
+
+def test_only_some_methods_are_trained(
+    plan: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file keeps the whole plan, and a later command continues with the rest."""
+    words = ["sweep", "small", "--out", str(tmp_path), "--device", "cpu"]
+    assert main([*words, "--only", "*kappa*", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "angular_muown, kappa = 1" in shown
+    assert "adamw" not in shown
+    assert main([*words, "--only", "*kappa*"]) == 0
+    text = capsys.readouterr()
+    assert "0 of 2 trials done" in text.err
+    assert text.out.count("loss") == 1, "a method that was not trained has no outcome"
+    record = SweepRecord.read(tmp_path / "sweeps" / "small-nano.json")
+    assert {trial.arm for trial in record.trials} == {"angular_muown, kappa = 1"}
+    assert [arm.label for arm in record.arms] == ["adamw", "angular_muown, kappa = 1"]
+    assert main([*words, "--only", "adamw", "--only", "*kappa*"]) == 0
+    assert "2 of 6 trials done" in capsys.readouterr().err
+
+
+def test_only_trains_what_a_variant_needs(plan: Experiment) -> None:
+    variant = replace(plan.arms[1], label="adamw, cooldown 50%", variant_of="adamw")
+    both = replace(plan, arms=(*plan.arms, variant))
+    assert only_arms(both, ["*50%"]).only == ("adamw", "adamw, cooldown 50%")
+
+
+@pytest.mark.parametrize("command", ["sweep", "submit"])
+def test_only_names_the_methods_that_there_are(
+    plan: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert main([command, "small", "--out", str(tmp_path), "--only", "muon"]) == 2
+    expected = "--only 'muon': no such method in small; it has adamw; angular_muown, kappa = 1"
+    assert expected in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["sweep", "submit"])

@@ -12,12 +12,12 @@ from statistics import fmean
 import pytest
 
 from angular_lab.cli.main import main
-from angular_lab.experiments.comparison import experiment
+from angular_lab.experiments.comparison import EXPERIMENTS, experiment
 from angular_lab.experiments.cost import cost, flops_per_token
 from angular_lab.log import configure_logging
 from angular_lab.run_folder import RunFolder
 from angular_lab.sweeps import workers
-from angular_lab.sweeps.dry_run import checkpoints, total, work_of
+from angular_lab.sweeps.dry_run import check_specs, checkpoints, total, work_of
 from angular_lab.sweeps.sweep import Sweep
 from angular_lab.sweeps.sweep_file import SweepRecord
 from tests.lab.runs import LIMIT, SERVER, SMALL, start_function
@@ -242,6 +242,21 @@ def test_the_plan_of_an_experiment_costs_what_the_listing_says(
     assert sum(work.trials for work in works) == trials
     assert everything.tokens == pytest.approx(tokens, rel=1e-3)
     assert everything.operations == pytest.approx(operations, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_can_be_planned_and_started(name: str, tmp_path: Path) -> None:
+    """As `sweep` does before its first run, at the scale that has every setting."""
+    sweep = Sweep(experiment(name, "s"), tmp_path, prepare=False)
+    check_specs(sweep)
+    assert total(work.all for work in work_of(sweep)).disk > 0
+
+
+def test_what_a_trial_stores_in_addition_counts(tmp_path: Path) -> None:
+    """Extrapolation keeps a copy of the weights."""
+    plan = experiment("trials", "s")
+    disk = {w.arm.label: w.all.disk for w in work_of(Sweep(plan, tmp_path, prepare=False))}
+    assert disk["extrapolation 0.3"] > 1.1 * disk["aux_beta2 0.99"]
 
 
 def test_the_listing_has_hours_by_device(capsys: pytest.CaptureFixture[str]) -> None:
