@@ -310,6 +310,6 @@ def add_sweep_options(sub: argparse.ArgumentParser) -> None:
     add_until(sub)
     help_text = "as in 0,1,2 or 0..2: the first picks the value, the others judge it; default: the "
     sub.add_argument("--seeds", type=seed_list, metavar="SEEDS", help=help_text + "experiment's")
-    help_text = "train this method alone, by its name or a pattern such as 'normuon*'; may be repeated"
+    help_text = "train this method alone, by its name or a pattern ('normuon*'); may be repeated"
     sub.add_argument("--only", action="append", metavar="METHOD", help=help_text)
     add_passes(sub)

@@ -50,8 +50,11 @@ class OptimSpec:
     angles: tuple[str, ...] = ()  # pattern=factor: the lr of some matrices, relative to lr
     equal_rows: bool = False  # orthogonalize the tangent gradient without the factor of row lengths
     momentum: float = 0.95  # of the matrices
+    nesterov: bool = True  # the momentum counts the newest gradient once more
     momentum_start: float | None = None  # where it starts and ends; none: it stays constant
     momentum_ramp: int = 300  # steps from momentum_start to momentum, and back at the end
+    slow_share: float = 0.0  # of a second, slower momentum, at the full learning rate; 0: none
+    slow_decay: float = 0.98  # of the average of gradients that it adds
     beta1: float = 0.9  # Adam's first decay rate
     beta2: float = 0.95  # Adam's second decay rate
     aux_beta2: float | None = None  # the same for embeddings, heads, norms; none: as beta2
@@ -61,6 +64,7 @@ class OptimSpec:
     orthogonalize: str = "polar_express"  # for every optimizer, as in the paper
     radius: str = "adam"  # how row lengths move
     split_blocks: bool = True  # step the blocks of fused matrices separately
+    split_heads: bool = False  # step the heads of queries and keys separately
     tangent_steps: int = 1  # dual steps of orthogonalize=tangent
     row_beta: float | None = None  # of NorMuon's second moment; none: the optimizer's own
     state_dtype: str | None = None  # of the momentum: bfloat16, int8; none: float32
@@ -185,8 +189,9 @@ class Spec:
         self._check_trials()
 
     def _check_trials(self) -> None:
-        """Check the extrapolation and the ramp of the momentum."""
+        """Check the extrapolation and what changes the momentum."""
         part, start, ramp = self.extrapolate, self.optim.momentum_start, self.optim.momentum_ramp
+        slow, slow_decay = self.optim.slow_share, self.optim.slow_decay
         bounds = {
             "extrapolate.strength": (part.strength, 0 <= part.strength < 1, "from 0 to below 1"),
             "extrapolate.decay": (part.decay, 0 < part.decay < 1, "between 0 and 1"),
@@ -196,6 +201,8 @@ class Spec:
             "extrapolate.end": (part.end, part.end <= 1, "at most 1"),
             "optim.momentum_start": (start, start is None or 0 <= start < 1, "from 0 to below 1"),
             "optim.momentum_ramp": (ramp, ramp >= 1, "at least 1"),
+            "optim.slow_share": (slow, 0 <= slow < 1, "from 0 to below 1"),
+            "optim.slow_decay": (slow_decay, 0 < slow_decay < 1, "between 0 and 1"),
         }  # fmt: skip
         for key, (value, valid, expected) in bounds.items():
             if not valid:
@@ -307,6 +314,7 @@ class Spec:
             "aux_beta2": None if o.aux_beta2 == o.beta2 else o.aux_beta2,
             "momentum_start": start,
             "momentum_ramp": OptimSpec.momentum_ramp if start is None else o.momentum_ramp,
+            "slow_decay": o.slow_decay if o.slow_share else OptimSpec.slow_decay,
         }
         part = part if part.strength else ExtrapolateSpec()
         return replace(self, extrapolate=part, optim=replace(o, **values))

@@ -88,9 +88,16 @@ class LanguageModel(nn.Module):
             return logits
         return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    def blocks(self) -> dict[str, Cut]:
-        """Return the row blocks of fused weights, a number or sizes, by name pattern."""
+    def blocks(self, heads: bool = False) -> dict[str, Cut]:
+        """Return the row blocks of fused weights, a number or sizes, by name pattern.
+
+        Args:
+            heads: cut queries and keys by heads as well.
+        """
         rows = qkv_rows(self.spec)
+        if heads:
+            size, (queries, keys, values) = head_size(self.spec), rows
+            rows = [size] * ((queries + keys) // size) + [values]
         return {"*.qkv.weight": 3 if len(set(rows)) == 1 else rows, "*.gate_up*": 2}
 
     def stacks(self) -> list[str]:

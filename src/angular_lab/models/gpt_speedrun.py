@@ -70,8 +70,8 @@ class GPTSpeedrun(LanguageModel):
         frequencies = 1.0 / self.spec.rope_base**exponents
         return torch.cat((frequencies, torch.zeros_like(frequencies)))
 
-    def blocks(self) -> dict[str, Cut]:
-        return {pattern: cut for pattern, cut in super().blocks().items() if "qkv" in pattern}
+    def blocks(self, heads: bool = False) -> dict[str, Cut]:
+        return {pattern: cut for pattern, cut in super().blocks(heads).items() if "qkv" in pattern}
 
     def initial_std(self, name: str) -> float:
         """Return 0 for outputs to the residual stream and for the head."""

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils import deterministic
 
 import angular_muown as library
+from angular_lab.config.overrides import as_typed
 from angular_lab.config.spec import OptimSpec, Spec
 from angular_lab.errors import UserError
 from angular_lab.models import LanguageModel, build_model, tensor_parallel
@@ -31,7 +32,9 @@ OPTIMIZERS = {
 }
 OPTIMIZER_NAMES = ("adamw", *OPTIMIZERS)
 # not every optimizer has these
-SPECIAL = ("radius", "radius_lr", "row_beta", "tangent_steps", "state_dtype")
+SPECIAL = ("radius", "radius_lr", "row_beta", "tangent_steps", "state_dtype", "nesterov")
+# of AdamW's, which has no matrices
+OF_MATRICES = ("momentum_start", "slow_share", "split_heads")
 
 
 def make_model(spec: Spec, ranks: Ranks) -> LanguageModel:
@@ -192,13 +195,15 @@ def checkpoint_bytes(spec: Spec, model: LanguageModel, optimizer: torch.optim.Op
     weights = sum(x.numel() * x.element_size() for x in saved.values())
     copies = len(spec.average) + bool(spec.extrapolate.strength)
     averages = 4 * copies * sum(p.numel() for p in model.parameters())
+    if spec.optim.slow_share:
+        averages += 4 * sum(p.numel() for p in matrices(optimizer))
     index = PER_TENSOR * STATES * len(saved)
     return int(1.05 * (weights + state_bytes(optimizer) + averages)) + index
 
 
 def _plan(model: LanguageModel, o: OptimSpec) -> Plan:
     """Return which parameters are hidden matrices, and how they are cut."""
-    blocks = model.blocks()
+    blocks = model.blocks(o.split_heads)
     return plan(
         model,
         blocks=blocks if o.split_blocks else dict.fromkeys(blocks, 1),
@@ -207,6 +212,17 @@ def _plan(model: LanguageModel, o: OptimSpec) -> Plan:
         aux_weight_decay=o.aux_weight_decay,
         overrides=_angles(o),
     )
+
+
+def matrices(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters that the optimizer steps as matrices; none of AdamW's."""
+    groups = (g for g in optimizer.param_groups if g.get("algorithm") == "matrix")
+    return [p for group in groups for p in group["params"]]
+
+
+def moves_row_lengths(name: str) -> bool:
+    """True if the optimizer of this name moves row lengths by a rule of their own."""
+    return name in OPTIMIZERS and "radius" in inspect.signature(OPTIMIZERS[name]).parameters
 
 
 def _angles(o: OptimSpec) -> dict[str, dict[str, Any]]:
@@ -228,17 +244,6 @@ def _angles(o: OptimSpec) -> dict[str, dict[str, Any]]:
     return rates
 
 
-@torch.no_grad()
-def equalize_rows(optimizer: torch.optim.Optimizer) -> None:
-    """Divide the gradients of matrices by the lengths of their rows: the tangent gradient is then
-    G - r U, without the factor g, and Adam, which moves the lengths, does not see the difference.
-    """
-    matrices = (g for g in optimizer.param_groups if g.get("algorithm") == "matrix")
-    for p in (p for group in matrices for p in group["params"] if p.grad is not None):
-        length = torch.linalg.vector_norm(p, dim=-1, keepdim=True)
-        p.grad.div_(length.masked_fill(length == 0, 1.0))
-
-
 def _check_meaning(o: OptimSpec) -> None:
     """Raise UserError if a setting has no meaning for this optimizer: the run would not be what its
     spec says."""
@@ -248,17 +253,17 @@ def _check_meaning(o: OptimSpec) -> None:
             "with them can be read, not made"
         )
     known = inspect.signature(OPTIMIZERS.get(o.name, torch.optim.AdamW)).parameters
-    for key in SPECIAL:
+    for key in (*SPECIAL, *OF_MATRICES):
         value, usual = getattr(o, key), getattr(OptimSpec(), key)
-        if key not in known and value != usual:
+        means_something = o.name != "adamw" if key in OF_MATRICES else key in known
+        if not means_something and value != usual:
             raise UserError(
-                f"optim.{key}={value} has no meaning for optim.name={o.name}: leave it at "
-                f"{'none' if usual is None else usual}"
+                f"optim.{key}={as_typed(value)} has no meaning for optim.name={o.name}: leave it "
+                f"at {as_typed(usual)}"
             )
-    if o.momentum_start is not None and o.name == "adamw":
+    if o.split_heads and not o.split_blocks:
         raise UserError(
-            f"optim.momentum_start={o.momentum_start:g} has no meaning for optim.name=adamw: leave "
-            "it at none"
+            "optim.split_heads=true with optim.split_blocks=false: heads are parts of blocks"
         )
     if o.equal_rows and o.name != "angular_muown":
         raise UserError(
@@ -284,6 +289,7 @@ def _arguments(kind: type, spec: Spec) -> dict[str, Any]:
     wanted = {
         "lr": o.lr,
         "momentum": o.momentum,
+        "nesterov": o.nesterov,
         "betas": (o.beta1, o.beta2),
         "weight_decay": o.weight_decay,
         "orthogonalize": o.orthogonalize,
@@ -316,15 +322,6 @@ def matrix_factor(spec: Spec, step: int) -> float:
     """Return a further factor on the matrices' learning rate: kappa, for optimizers without one."""
     s = spec.schedule
     return inverse_polynomial(step, s.warmup, s.fall, 1.0)
-
-
-def momentum_at(spec: Spec, step: int) -> float:
-    """Return the decay of the momentum at a step, counted from 0."""
-    o = spec.optim
-    if o.momentum_start is None:
-        return o.momentum
-    share = min(1.0, step / o.momentum_ramp, (spec.steps - 1 - step) / o.momentum_ramp)
-    return o.momentum_start + share * (o.momentum - o.momentum_start)
 
 
 def balance_experts(model: LanguageModel, ranks: Ranks) -> None:

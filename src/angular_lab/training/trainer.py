@@ -21,12 +21,17 @@ from angular_lab.text import command
 from angular_lab.training import build, checkpoint
 from angular_lab.training.averages import Averages
 from angular_lab.training.evaluate import Samples, autocast_of, evaluate
-from angular_lab.training.extrapolation import Extrapolation
 from angular_lab.training.nonfinite import NotFinite, OnHost, culprit, weights_are_finite
 from angular_lab.training.progress import Progress
 from angular_lab.training.ranks import Ranks
 from angular_lab.training.recorded_passes import WARM_UP, Passes, can_record
 from angular_lab.training.signals import Preempted, Sigterm
+from angular_lab.training.step_changes import (
+    Extrapolation,
+    SlowMomentum,
+    equalize_rows,
+    momentum_at,
+)
 from angular_muown import AngleMonitor
 
 log = logging.getLogger(__name__)
@@ -70,7 +75,8 @@ class Trainer:
             self.monitor.close()
         self.averages = Averages(self.model, spec.averages)
         self.extrapolation = Extrapolation(self.model, spec)
-        self.saved_averages = (self.averages, self.extrapolation)
+        self.slow_momentum = SlowMomentum(self.model, self.optimizer, spec)
+        self.saved_averages = (self.averages, self.extrapolation, self.slow_momentum)
         self.progress = Progress(spec, run, ranks, self.model, data, shown)
         self.samples = Samples(self.validation, ranks.device) if spec.sample_every else None
         self.skipped = 0
@@ -147,9 +153,10 @@ class Trainer:
             group["lr"] = rate * factor
             if group.get("algorithm") == "matrix":
                 group["lr"] *= falling
-                group["momentum"] = build.momentum_at(self.spec, self.step)
+                group["momentum"] = momentum_at(self.spec, self.step)
+        self.slow_momentum.mix(self.step)
         if self.spec.optim.equal_rows:
-            build.equalize_rows(self.optimizer)
+            equalize_rows(self.optimizer)
         self.optimizer.step()
         self.extrapolation.update(self.step)
         self.averages.update()

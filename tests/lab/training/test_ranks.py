@@ -46,9 +46,12 @@ def spec_of(data: Path, **values: Any) -> Spec:
 
 
 def with_optimizer(data: Path, name: str) -> Spec:
-    ahead = ExtrapolateSpec(strength=0.5 if name == "muown" else 0.0)
+    """Return a run; with Muown, every change of the step that is on trial."""
+    tried = name == "muown"
+    ahead = ExtrapolateSpec(strength=0.5 * tried)
     base = tiny(data, parallel="fsdp", steps=8, angle_every=None, extrapolate=ahead)
-    return replace(base, optim=replace(base.optim, name=name, lr=OPTIMIZERS[name]))
+    changes = {"slow_share": 0.5 * tried, "split_heads": tried}
+    return replace(base, optim=replace(base.optim, name=name, lr=OPTIMIZERS[name], **changes))
 
 
 def _train_all(jobs: list[tuple[Spec, Path]], environment: dict[str, str]) -> None:

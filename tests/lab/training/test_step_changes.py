@@ -1,4 +1,4 @@
-"""Extrapolation, and the other settings that are on trial."""
+"""Changes of the step that are on trial."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +9,11 @@ from torch import nn
 
 from angular_lab.config.spec import ExtrapolateSpec, OptimSpec, Spec
 from angular_lab.training import build
-from angular_lab.training.extrapolation import Extrapolation
 from angular_lab.training.ranks import Ranks
 from angular_lab.training.start import train
+from angular_lab.training.step_changes import Extrapolation, SlowMomentum, equalize_rows
 from angular_lab.training.trainer import Trainer
-from angular_muown import AngularMuown
+from angular_muown import AngularMuown, Muon
 from tests.lab.runs import lines, stopped_copy, tiny
 
 ON = ExtrapolateSpec(strength=0.5, decay=0.8, start=0.25, end=0.75)
@@ -22,7 +22,7 @@ ON = ExtrapolateSpec(strength=0.5, decay=0.8, start=0.25, end=0.75)
 def tried(data: Path, **values) -> Spec:
     """All settings on trial at once."""
     spec = tiny(data)
-    optim = replace(spec.optim, momentum_start=0.8, momentum_ramp=4, aux_beta2=0.99)
+    optim = replace(spec.optim, momentum_start=0.8, momentum_ramp=4, aux_beta2=0.99, slow_share=0.5)
     return replace(spec, **{"extrapolate": ON, "optim": optim, **values})
 
 
@@ -130,7 +130,16 @@ def test_aux_beta2_is_for_what_is_not_a_hidden_matrix(data: Path, name: str) -> 
         ({"optim": OptimSpec(momentum_start=0.8)}, r"optim.momentum_ramp=300: the run has 12 step"),
         (
             {"optim": OptimSpec(name="adamw", momentum_start=0.8, momentum_ramp=5)},
-            "momentum_start=0.8 has no meaning for optim.name=adamw",
+            "momentum_start=0.8 has no meaning for optim.name=adamw: leave it at none",
+        ),
+        ({"optim": OptimSpec(slow_share=1.0)}, r"optim.slow_share=1: it must be from 0 to below"),
+        ({"optim": OptimSpec(slow_decay=0.0)}, r"optim.slow_decay=0: it must be between 0 and 1"),
+        ({"optim": OptimSpec(name="adamw", slow_share=0.5)}, "slow_share=0.5 has no meaning"),
+        ({"optim": OptimSpec(name="adamw", nesterov=False)}, "nesterov=false has no meaning"),
+        ({"optim": OptimSpec(name="adamw", split_heads=True)}, "split_heads=true has no meaning"),
+        (
+            {"optim": OptimSpec(split_heads=True, split_blocks=False)},
+            "split_heads=true with optim.split_blocks=false: heads are parts of blocks",
         ),
         ({"precision": "bf16_weights"}, "with precision=bf16_weights: moves as short as that"),
     ],
@@ -153,7 +162,8 @@ def test_a_length_that_may_change_is_no_length_to_depend_on(data: Path) -> None:
 
 def test_settings_without_effect_do_not_rename_a_run() -> None:
     usual = Spec()
-    for optim in ({"aux_beta2": 0.95}, {"momentum_ramp": 5}, {"momentum_start": 0.95}):
+    idle = {"aux_beta2": 0.95, "momentum_ramp": 5, "momentum_start": 0.95, "slow_decay": 0.9}
+    for optim in ({key: value} for key, value in idle.items()):
         assert replace(usual, optim=OptimSpec(**optim)).folder_name("") == usual.folder_name("")
     off = replace(usual, extrapolate=ExtrapolateSpec(decay=0.9))
     assert off.folder_name("") == usual.folder_name("")
@@ -189,7 +199,7 @@ def test_equal_rows_take_the_lengths_out_of_the_tangent_gradient() -> None:
         p = nn.Parameter(length * U)
         p.grad = G.clone()
         optimizer = AngularMuown([p], lr=0.1)
-        build.equalize_rows(optimizer)
+        equalize_rows(optimizer)
         optimizer.step()
         turned.append(torch.nn.functional.normalize(p.detach()))
     torch.testing.assert_close(*turned)
@@ -204,3 +214,92 @@ def test_equal_rows_change_a_run(data: Path, tmp_path: Path) -> None:
     usual, equal = lines(tmp_path / "usual"), lines(tmp_path / "equal")
     assert equal[0] == usual[0]  # the loss before the first step
     assert equal[2] != usual[2]
+
+
+SLOW = Spec(
+    steps=9, optim=OptimSpec(name="muon", slow_share=0.6, slow_decay=0.7),
+    schedule=replace(Spec().schedule, warmup=0, decay=1 / 3),
+)  # fmt: skip
+
+
+def gradients(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_step_is_that_of_two_momenta() -> None:
+    """Muon steps along the polar factor of (1 - a) M + a M_slow, where M_slow is the momentum of
+    averaged gradients; a follows the learning rate."""
+    model = nn.Linear(6, 4, bias=False)
+    expected = model.weight.detach().clone()
+    optimizer = Muon([model.weight], lr=0.1, weight_decay=0.0, momentum=0.8, orthogonalize="svd")
+    slow = SlowMomentum(model, optimizer, SLOW)
+    S = M = torch.zeros(4, 6)
+    for step in range(SLOW.steps):
+        G = gradients((4, 6), step)
+        model.weight.grad = G.clone()
+        slow.mix(step)
+        optimizer.step()
+        S = 0.7 * S + 0.3 * G
+        share = 0.6 * build.lr_factor(SLOW, step)
+        T = (1 - share) * G + share * S
+        M = 0.8 * M + T
+        L, _, R = torch.linalg.svd(T + 0.8 * M, full_matrices=False)
+        expected -= 0.1 * L @ R
+    torch.testing.assert_close(model.weight.detach(), expected)
+    assert build.lr_factor(SLOW, 8) < 1.0
+
+
+def test_row_lengths_follow_the_gradient_itself() -> None:
+    """Adam's r_i = <G_i, U_i> is that of G, and the rest that of the mixture."""
+    spec = replace(SLOW, optim=replace(SLOW.optim, name="angular_muown"))
+    model = nn.Linear(6, 4, bias=False)
+    W = model.weight.detach()
+    W[1] = 0.0  # a zero row has no direction to keep
+    slow = SlowMomentum(model, AngularMuown([model.weight], lr=0.1), spec)
+    S = torch.zeros(4, 6)
+    for step in range(3):
+        G = gradients((4, 6), step)
+        model.weight.grad = G.clone()
+        slow.mix(step)
+        S = 0.7 * S + 0.3 * G
+    new, mixed = model.weight.grad, 0.4 * G + 0.6 * S
+    U = nn.functional.normalize(W)
+    torch.testing.assert_close((new * U).sum(1), (G * U).sum(1))
+    across = [x - (x * U).sum(1, keepdim=True) * U for x in (new, mixed)]
+    torch.testing.assert_close(*across)
+    torch.testing.assert_close(new[1], mixed[1])
+
+
+def test_without_a_share_no_gradient_changes() -> None:
+    model = nn.Linear(3, 2)
+    slow = SlowMomentum(model, AngularMuown([model.weight], lr=0.1), Spec())
+    model.weight.grad = before = gradients((2, 3), 0)
+    slow.mix(500)
+    assert slow.state() == {}
+    assert model.weight.grad is before
+
+
+@pytest.mark.parametrize("optim", [{"slow_share": 0.5}, {"nesterov": False}, {"split_heads": True}])
+def test_it_changes_a_run_from_its_second_step_on(data: Path, tmp_path: Path, optim) -> None:
+    spec = tiny(data)
+    train(spec, tmp_path / "usual")
+    train(replace(spec, optim=replace(spec.optim, **optim)), tmp_path / "changed")
+    usual, changed = lines(tmp_path / "usual"), lines(tmp_path / "changed")
+    assert changed[0] == usual[0]
+    assert changed[-1] != usual[-1]
+
+
+def test_queries_and_keys_are_cut_by_heads(data: Path) -> None:
+    spec = tiny(data, optim=OptimSpec(split_heads=True))
+    size, heads = spec.model.width // spec.model.heads, 2 * spec.model.heads
+    assert spec.model.heads > 1
+    model = build.make_model(spec, Ranks(0, 1, torch.device("cpu")))
+    names = {p: name for name, p in model.named_parameters()}
+    cuts = {
+        names[p].rpartition("layers.0.")[2]: group["blocks"]
+        for group in build.make_optimizer(model, spec).param_groups
+        for p in group["params"]
+        if "layers.0." in names[p] and group["algorithm"] == "matrix"
+    }
+    assert cuts["attn.qkv.weight"] == [*[size] * heads, spec.model.width]
+    assert cuts["mlp.gate_up.weight"] == 2

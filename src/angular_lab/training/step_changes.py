@@ -1,0 +1,146 @@
+"""Changes of a training step that are on trial: extrapolation, a slower momentum, a momentum that
+rises and falls, and rows of equal weight. The library has none of them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from angular_lab.config.spec import Spec
+from angular_lab.models.tensor_parallel import local_part
+from angular_lab.training.build import lr_factor, matrices, moves_row_lengths
+
+# Names in checkpoints, next to the windows of averages.
+DISPLACEMENT, SLOW_GRADIENT = "displacement", "slow_gradient"
+
+
+class Extrapolation:
+    """Evaluate gradients at, and step from, a point ahead of the weights.
+
+    EMA-Nesterov (arXiv 2605.25395), around any optimizer A:
+
+        W <- A(W + b E),  E <- d E + (1 - d) (W - its value before)
+
+    E is the average displacement of a step, and b E a move along it: where steps agree over
+    1 / (1 - d) steps, each becomes 1 / (1 - b) times as long. b follows the learning rate and is 0
+    outside a part of the run. Logged angles are those of the optimizer's steps, without the moves.
+    Without strength it does nothing.
+    """
+
+    def __init__(self, model: nn.Module, spec: Spec) -> None:
+        self.spec = spec
+        self.parameters = dict(model.named_parameters()) if spec.extrapolate.strength else {}
+        weights = [p.detach() for p in self.parameters.values()]
+        # With FSDP this rank's parts are moved, and averages are saved as parts of the whole.
+        self.averages = [torch.zeros_like(w) for w in weights]
+        self.weights = [*map(local_part, weights)]
+        self.displacement = [*map(local_part, self.averages)]
+        self.before = [w.clone() for w in self.weights]
+
+    def strength(self, step: int) -> float:
+        """Return b at a step, counted from 0."""
+        part = self.spec.extrapolate
+        inside = part.start * self.spec.steps <= step < part.end * self.spec.steps
+        return part.strength * lr_factor(self.spec, step) if inside else 0.0
+
+    def is_over(self, step: int) -> bool:
+        """True if no later step moves ahead: then there is nothing to average either."""
+        return not self.weights or step >= self.spec.extrapolate.end * self.spec.steps
+
+    def move(self, step: int) -> None:
+        """Move the weights ahead; before the forward pass."""
+        if self.is_over(step):
+            return
+        torch._foreach_copy_(self.before, self.weights)
+        if strength := self.strength(step):
+            torch._foreach_add_(self.weights, self.displacement, alpha=strength)
+
+    def undo(self, step: int) -> None:
+        """Move the weights back; after a batch that is skipped."""
+        if not self.is_over(step):
+            torch._foreach_copy_(self.weights, self.before)
+
+    def update(self, step: int) -> None:
+        """Include a step in the average; after it."""
+        if not self.is_over(step):
+            torch._foreach_sub_(self.before, self.weights)  # W before - W, in place of a third copy
+            torch._foreach_mul_(self.before, -1)
+            torch._foreach_lerp_(self.displacement, self.before, 1 - self.spec.extrapolate.decay)
+
+    def state(self) -> dict[str, Any]:
+        if not self.weights:
+            return {}
+        named = dict(zip(self.parameters, self.averages, strict=True))
+        return {DISPLACEMENT: {"weights": named}}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Load a state. Where it has no displacement, the average begins with the next step."""
+        if DISPLACEMENT in state:
+            for name, value in zip(self.parameters, self.averages, strict=True):
+                value.copy_(state[DISPLACEMENT]["weights"][name])
+
+
+class SlowMomentum:
+    """A second, slower momentum of the matrices, mixed into the first.
+
+        S <- d S + (1 - d) G,  G <- (1 - a) G + a S
+
+    The optimizer's own momentum follows, so its step contains the usual average of gradients by
+    1 - a and a slower one by a. S stays in the space of the weights: the optimizer projects it at
+    the current point. Row lengths, where Adam moves them, follow the gradient itself. a follows the
+    learning rate: the average remembers long while steps are long, and ends as usual. Its warm-up
+    also covers the steps in which S is still short. Without a share it does nothing.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, spec: Spec) -> None:
+        self.spec, self.keeps_lengths = spec, moves_row_lengths(spec.optim.name)
+        names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+        params = matrices(optimizer) if spec.optim.slow_share else []
+        self.parameters = {names[p]: p for p in params}
+        self.averages = [torch.zeros_like(p, dtype=torch.float32) for p in params]
+
+    @torch.no_grad()
+    def mix(self, step: int) -> None:
+        """Replace the gradients; before the optimizer's step."""
+        share = self.spec.optim.slow_share * lr_factor(self.spec, step)
+        for p, average in zip(self.parameters.values(), self.averages, strict=True):
+            if p.grad is None:
+                continue
+            average.lerp_(p.grad.to(average.dtype), 1 - self.spec.optim.slow_decay)
+            change = share * (average - p.grad)
+            if self.keeps_lengths:
+                squares = p.square().sum(dim=-1, keepdim=True)
+                along = (change * p).sum(dim=-1, keepdim=True)
+                change -= along / squares.masked_fill(squares == 0, 1.0) * p
+            p.grad.add_(change)
+
+    def state(self) -> dict[str, Any]:
+        named = dict(zip(self.parameters, self.averages, strict=True))
+        return {SLOW_GRADIENT: {"weights": named}} if named else {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Load a state. Where it has none, the average begins with the next step."""
+        if SLOW_GRADIENT in state:
+            for name, value in zip(self.parameters, self.averages, strict=True):
+                value.copy_(state[SLOW_GRADIENT]["weights"][name])
+
+
+def momentum_at(spec: Spec, step: int) -> float:
+    """Return the decay of the momentum at a step, counted from 0."""
+    o = spec.optim
+    if o.momentum_start is None:
+        return o.momentum
+    share = min(1.0, step / o.momentum_ramp, (spec.steps - 1 - step) / o.momentum_ramp)
+    return o.momentum_start + share * (o.momentum - o.momentum_start)
+
+
+@torch.no_grad()
+def equalize_rows(optimizer: torch.optim.Optimizer) -> None:
+    """Divide the gradients of matrices by the lengths of their rows: the tangent gradient is then
+    G - r U, without the factor g, and Adam, which moves the lengths, does not see the difference.
+    """
+    for p in matrices(optimizer):
+        if p.grad is not None:
+            length = torch.linalg.vector_norm(p, dim=-1, keepdim=True)
+            p.grad.div_(length.masked_fill(length == 0, 1.0))
