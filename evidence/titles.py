@@ -20,6 +20,9 @@ PHRASES = OPTIMIZERS | {
     "radius rate": "`radius_lr`",
     "aux rate": "`aux_lr`",
     "aux_beta2 0.99, momentum from 0.85": "β₂ 0.99, ramped β",
+    "slow_share": "slower momentum",
+    "split_heads": "separate heads",
+    "nesterov off": "no Nesterov",
 }
 PATTERN = re.compile(rf"\b(?:{'|'.join(map(re.escape, PHRASES))})\b")
 # Columns that name a method; in others "muon" may be part of a name of the library.

@@ -4,10 +4,10 @@ Arms, seeds and verdicts are those of the kept runs, whichever they are: new run
 """
 
 from dataclasses import dataclass, replace
-from math import exp, log
+from itertools import pairwise
 
 from angular_lab.experiments.one_pass import LINEAR, LONG, SCHEDULES
-from angular_lab.experiments.statistics import Verdict, verdict
+from angular_lab.experiments.statistics import Curve, Verdict, verdict
 from angular_lab.report.read import SweepResults
 from evidence.dots import DotFigure, DotRow
 from evidence.kept import OURS, Kept, Rows
@@ -70,7 +70,7 @@ class WholeCorpus:
         for arm in sorted(self.arms.values(), key=lambda arm: arm.choosing_loss):
             self.best.setdefault(arm.method, arm)
         self.ours = self.best[OURS]
-        self.slope = self._slope(kept.sweeps["one-pass"])
+        self.curve = self._curve(kept)
 
     def _is_of_it(self, sweep: SweepResults) -> bool:
         same_corpus = sweep.record.data == self.sweep.record.data
@@ -90,13 +90,16 @@ class WholeCorpus:
         training = training_losses(sweep, label, self.horizon)
         return Arm(method, schedule, sweep.best[label].lr, in_grid, losses, training)
 
-    def _slope(self, quarter: SweepResults) -> float:
-        """Return how far AngularMuown's loss falls per factor e of tokens, from a quarter of the
-        corpus to all of it, on the seed that both have."""
-        label = f"{OURS}, {self.ours.schedule}"
-        [horizon] = quarter.horizons
-        fall = quarter.finals(label, horizon)[CHOOSER] - self.ours.losses[CHOOSER]
-        return fall / log(self.horizon / horizon)
+    def _curve(self, kept: Kept) -> Curve:
+        """Return AngularMuown's cooled-down losses by steps, at every horizon that its best
+        learning rate and schedule were run to, on the seed that chose these."""
+        label, losses = f"{OURS}, {self.ours.schedule}", {self.horizon: self.ours.losses[CHOOSER]}
+        for sweep in kept.sweeps.values():
+            same = sweep.record.data == self.sweep.record.data and label in sweep.best
+            for horizon in sweep.horizons if same and sweep.best[label].lr == self.ours.lr else ():
+                finals = sweep.finals(label, horizon)
+                losses |= {horizon: finals[CHOOSER]} if CHOOSER in finals else {}
+        return sorted(losses.items())
 
     @property
     def others(self) -> list[Arm]:
@@ -121,10 +124,15 @@ class WholeCorpus:
         mean = self.verdict(arm).paired.mean
         return arm.losses[CHOOSER] - self.ours.losses[CHOOSER] if mean is None else -mean
 
-    def fewer_tokens(self, arm: Arm) -> float:
-        """Return how many times fewer tokens AngularMuown needs for the loss of `arm`, below 1 if
-        more: linear in the logarithm of tokens."""
-        return exp(self.lead(arm) / self.slope)
+    def fewer_tokens(self, lead: float) -> float:
+        """Return how many times fewer tokens AngularMuown needs for a loss that is higher by
+        `lead`, below 1 if more: linear in the logarithm of tokens between horizons, and beyond."""
+        (last, final), first = self.curve[-1], self.curve[0]
+        for (steps, loss), (later, lower) in reversed([*pairwise(self.curve)]):
+            if final + lead <= loss or steps == first[0]:
+                share = (loss - final - lead) / (loss - lower)
+                return last / (steps * (later / steps) ** share)
+        raise ValueError(f"one horizon makes no curve: {self.curve}")
 
     def neighbour_costs(self) -> dict[str, float]:
         """Return what the next lower and the next higher learning rate of AngularMuown's grid cost
@@ -162,7 +170,7 @@ class WholeCorpus:
         if arm in self.variants and arm.is_judged:
             own = verdict(judging(arm.losses), judging(self.ours.losses))
             label = f"variant lower: {own.label}"
-        fewer = f"{self.fewer_tokens(arm):.2f}×" if lead > 0 else "not reached"
+        fewer = f"{self.fewer_tokens(lead):.2f}×" if lead > 0 else "not reached"
         return [*cells, f"{lead:.3f}", interval, label, fewer]
 
     def figure(self) -> str:
@@ -199,11 +207,11 @@ class WholeCorpus:
 
     def _goal_tokens(self, name: str, methods: tuple[str, ...], goal: float) -> list[str]:
         arm = min((self.best[m] for m in methods if m in self.best), key=lambda a: a.choosing_loss)
-        factor = self.fewer_tokens(arm)
+        factor = self.fewer_tokens(self.lead(arm))
         interval = self.verdict(arm).interval
         measured = f"{factor:.2f}" if factor > 1 else "its loss is not reached"
         if interval:
-            ends = sorted(exp(-x / self.slope) for x in interval)
+            ends = sorted(self.fewer_tokens(-x) for x in interval)
             measured += " ({:.2f} to {:.2f})".format(*ends)
         measured += f", {title(arm.method)}, {arm.schedule}"
         measured += "" if arm.is_judged else ", seed 0 alone"
@@ -238,6 +246,7 @@ def facts(kept: Kept) -> Facts:
     long, linear = (whole.arms[OURS, s] for s in (LONG, LINEAR))
     flat = whole.arms[FLAT, LINEAR]
     gain = verdict(judging(long.losses), judging(linear.losses))
+    fewer = {name: whole.fewer_tokens(whole.lead(arm)) for name, arm in others.items()}
     assert gain.paired.mean is not None
     return {
         "one_pass_long": {
@@ -249,9 +258,9 @@ def facts(kept: Kept) -> Facts:
             "methods": len(whole.others) + 1,
             "ours_is_lowest": all(whole.lead(arm) > 0 for arm in whole.others),
             "normuon_decay_holds": whole.verdict(others["normuon_decay"]).outcome == "holds",
-            "fewer_tokens": {name: whole.fewer_tokens(arm) for name, arm in others.items()},
-            "less_time_than_adamw": whole.fewer_tokens(whole.best["adamw"]) * time_ratio("adamw"),
-            "adamw_in_half_the_tokens_missed": whole.fewer_tokens(whole.best["adamw"]) < 2,
+            "fewer_tokens": fewer,
+            "less_time_than_adamw": fewer["adamw"] * time_ratio("adamw"),
+            "adamw_in_half_the_tokens_missed": fewer["adamw"] < 2,
             "cooldown_gain": {"mean": -gain.paired.mean, "outcome": word(gain)},
             "flat_kappa_outcome": word(verdict(judging(flat.losses), judging(linear.losses))),
             "flat_kappa_gain": linear.losses[CHOOSER] - flat.losses[CHOOSER],

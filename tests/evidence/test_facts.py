@@ -183,3 +183,15 @@ def test_a_stale_number_or_table_in_a_document_is_found() -> None:
     stale = text.replace(f"{mark}3.5999", f"{mark}3.5998")
     assert stale != text
     assert fill(stale, quoted, {}) == text
+
+
+def test_tokens_are_interpolated_between_horizons(kept: Kept) -> None:
+    """By hand: losses fall by 0.6 and by 0.2 in two doublings."""
+    whole = whole_corpus.WholeCorpus(kept)
+    assert [steps for steps, _ in whole.curve] == [3250, 13_000]
+    whole.curve = [(1000, 4.0), (2000, 3.4), (4000, 3.2)]
+    assert whole.fewer_tokens(0.0) == pytest.approx(1)
+    assert whole.fewer_tokens(0.1) == pytest.approx(2**0.5)
+    assert whole.fewer_tokens(0.5) == pytest.approx(2 * 2**0.5)
+    assert whole.fewer_tokens(1.4) == pytest.approx(8), "beyond the first horizon"
+    assert whole.fewer_tokens(-0.2) == pytest.approx(1 / 2), "beyond the last"

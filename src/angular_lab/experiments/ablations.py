@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from angular_lab.config.named_runs import named_run
+from angular_lab.config.spec import Spec
 from angular_lab.experiments.definition import (
     FAMILY,
     HORIZONS,
@@ -102,19 +103,23 @@ def closest(scale: str) -> Experiment:
     return Experiment("closest", scale, title, arms, HORIZONS[scale][-1:], seeds, OURS)
 
 
-def larger(scale: str) -> Experiment:
-    """Train a larger model at the same learning rates, one seed: our arm and the closest other.
-    Scale s has the paper's 124M model (98M with this vocabulary) and 32,768 tokens per step, so
-    that 100M tokens are many steps."""
-    spec, steps = base(scale), {"paper": HORIZONS["paper"][0], "s": 3052, "nano": 60}[scale]
+def larger_model(scale: str) -> Spec:
+    """Return a run of a larger model. At scale s it is the paper's 124M model, which has 98M
+    parameters with this vocabulary, at 32,768 tokens per step, so that 100M tokens are many
+    steps."""
+    spec = base(scale)
     if scale == "paper":
-        spec = named_run("dense-308m")
-    elif scale == "s":
+        return named_run("dense-308m")
+    if scale == "s":
         sizes = {"sequence": 1024, "layers": 12, "width": 768, "heads": 12, "mlp": None}
-        spec = replace(spec, model=replace(spec.model, **sizes))
-    else:
-        spec = replace(spec, model=replace(spec.model, layers=6))
-    spec = replace(spec, average=SHARES)
+        return replace(spec, model=replace(spec.model, **sizes))
+    return replace(spec, model=replace(spec.model, layers=6))
+
+
+def larger(scale: str) -> Experiment:
+    """Train a larger model at the same learning rates, one seed: our arm and the closest other."""
+    spec = replace(larger_model(scale), average=SHARES)
+    steps = {"paper": HORIZONS["paper"][0], "s": 3052, "nano": 60}[scale]
     arms = tuple(Arm(name, trained_by(spec, name), (tuned_rate(scale, name),)) for name in CLOSEST)
     return Experiment("larger", scale, "A larger model", arms, (steps,), SEEDS[scale][:1], OURS)
 

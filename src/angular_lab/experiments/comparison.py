@@ -156,6 +156,8 @@ EXPERIMENTS: dict[str, Callable[[str], Experiment]] = {
     "storage": extensions.storage,
     "one-pass": one_pass.one_pass,
     "one-pass-long": one_pass.one_pass_long,
+    "one-pass-horizons": one_pass.horizons,
+    "one-pass-larger": one_pass.larger,
     "trials": trials.trials,
     "one-pass-closest": trials.closest,
 }

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from angular_lab.config.spec import Spec
+from angular_lab.experiments.ablations import larger_model
 from angular_lab.experiments.definition import (
     HORIZONS,
     OURS,
@@ -16,6 +17,7 @@ from angular_lab.experiments.definition import (
     Experiment,
     base,
     trained_by,
+    tuning_seed,
 )
 from angular_lab.experiments.extensions import DECOUPLED, FALLING, GAINS_RATE
 from angular_lab.experiments.published import KAPPA_1
@@ -85,6 +87,16 @@ WHOLE: Grids = (
     ("hyperball", LINEAR, (6.3e-3, 1e-2, 1.6e-2)),
 )
 
+# A larger model: the closest methods, each under its best schedule. At scale s a step has twice
+# the tokens of model S.
+LARGER: Grids = (
+    (OURS, LONG, (1.6e-2, 2.5e-2, 4e-2)),
+    (DECAYED, LINEAR, (4e-3, 8e-3, 1.6e-2)),
+    ("muown", LONG, (4e-3, 8e-3, 1.6e-2)),
+    ("adamw", LONG, (6.25e-4, 1.25e-3, 2.5e-3)),
+)
+LARGER_STEPS = {name: steps[0] for name, steps in STEPS.items()} | {"s": STEPS["s"][0] // 2}
+
 
 def spec_of(scale: str, method: str, schedule: str) -> Spec:
     """Return a method's spec under a schedule, evaluated at the horizons only."""
@@ -116,3 +128,26 @@ def one_pass_long(scale: str) -> Experiment:
     title, arms = "Corpus read once: all of it", _arms(scale, WHOLE)
     ours = arms[0].label
     return Experiment("one-pass-long", scale, title, arms, STEPS[scale][-1:], seeds, ours)
+
+
+def horizons(scale: str) -> Experiment:
+    """Cool down earlier, off one trunk: how many tokens a method needs for another one's loss."""
+    best = ((OURS, LONG, (2.5e-2,)), ("adamw", LONG, (1.25e-3,)))
+    title, arms = "Corpus read once: half and three quarters of it", _arms(scale, best)
+    steps, seeds, ours = STEPS[scale][1:3], SEEDS[scale], arms[0].label
+    chosen_on = tuning_seed(scale)
+    return Experiment(
+        "one-pass-horizons", scale, title, arms, steps, seeds, ours, tuning_seed=chosen_on
+    )
+
+
+def larger(scale: str) -> Experiment:
+    """Choose learning rates of the larger model at a quarter of the corpus, on one seed."""
+    arms = []
+    for method, schedule, rates in LARGER:
+        spec, usual = spec_of(scale, method, schedule), larger_model(scale)
+        spec = replace(spec, model=usual.model, eval_every=LARGER_STEPS[scale])
+        arms.append(Arm(f"{method}, {schedule}", spec, rates))
+    title, seeds = "Corpus read once: learning rates of a larger model", SEEDS[scale][:1]
+    steps, ours = (LARGER_STEPS[scale],), arms[0].label
+    return Experiment("one-pass-larger", scale, title, tuple(arms), steps, seeds, ours)

@@ -20,6 +20,20 @@ MEMORY, RAMP = {"aux_beta2": 0.99}, {"momentum_start": 0.85}
 # What writes into the residual stream turns less: the attention's output, and the second of an MLP.
 ROLES = ("*.attn.out.weight=0.7", "*.mlp.down.weight=0.33")
 LONGER = "aux_beta2 0.99, momentum from 0.85"
+# What is tried on top of that: a slower momentum, by the share that entries of the public speedrun
+# give it and by half of it; heads as matrices of their own; the learning rate of embeddings.
+FURTHER: dict[str, dict[str, Any]] = {
+    "slow_share 0.56": {"slow_share": 0.56},
+    "slow_share 0.28": {"slow_share": 0.28},
+    "split_heads": {"split_heads": True},
+    "slow_share 0.56, split_heads": {"slow_share": 0.56, "split_heads": True},
+    "nesterov off": {"nesterov": False},
+    "aux_lr 0.0125": {"aux_lr": 0.0125},
+    "aux_lr 0.05": {"aux_lr": 0.05},
+    "angles of out 0.7, down 0.33": {"angles": ROLES},
+    "angles of down 0.33": {"angles": ROLES[1:]},
+    "equal rows": {"equal_rows": True},
+}
 ALONE = tuple(f"extrapolation {strength:g}" for strength in STRENGTHS)
 STACK = f"{ALONE[1]}, {LONGER}"
 BASELINE = f"{OURS}, {LONG}"
@@ -54,15 +68,16 @@ def _ours(scale: str) -> tuple[Arm, ...]:
         "aux_beta2 0.99": _changed(usual, scale, **MEMORY),
         "momentum from 0.85": _changed(usual, scale, **RAMP),
         "aux_beta2 0.999, momentum from 0.85": _changed(usual, scale, aux_beta2=0.999, **RAMP),
-        "angles of out 0.7, down 0.33": _changed(usual, scale, angles=ROLES),
-        "angles of down 0.33": _changed(usual, scale, angles=ROLES[1:]),
-        "equal rows": _changed(usual, scale, equal_rows=True),
+    }
+    further = {
+        f"{LONGER}, {name}": _changed(usual, scale, **MEMORY, **RAMP, **changes)
+        for name, changes in FURTHER.items()
     }
     return (
         Arm(BASELINE, usual, (RATE,)),
         *(Arm(label, spec, (RATE,)) for label, spec in longer.items()),
         *(Arm(f"{label}, lr {LOWER:g}", spec, (LOWER,)) for label, spec in longer.items()),
-        *(Arm(label, spec, (RATE,)) for label, spec in others.items()),
+        *(Arm(label, spec, (RATE,)) for label, spec in (others | further).items()),
     )
 
 
@@ -78,11 +93,16 @@ def _competitors(scale: str, whole: bool) -> list[tuple[Arm, Arm]]:
     return arms
 
 
+def _reference(label: str) -> str:
+    """Return the arm that a trial is compared with: what it changes further, or the method."""
+    return LONGER if label.startswith(f"{LONGER}, ") else BASELINE
+
+
 def _plan(name: str, scale: str, title: str, seeds: tuple[int, ...], whole: bool) -> Experiment:
     ours, competitors = _ours(scale), _competitors(scale, whole)
     pairs = (
         *((BASELINE, usual.label) for usual, _ in competitors),
-        *((arm.label, BASELINE) for arm in ours[1:]),
+        *((arm.label, _reference(arm.label)) for arm in ours[1:]),
         *((changed.label, usual.label) for usual, changed in competitors),
         *((LONGER, changed.label) for _, changed in competitors),
     )

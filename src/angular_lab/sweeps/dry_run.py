@@ -21,6 +21,8 @@ from angular_lab.training import build
 from angular_lab.training.loggers import check_loggers
 from angular_lab.training.start import data_place, is_prepared
 
+MOST_PAIRS = 8  # that a line can list
+
 
 @dataclass
 class Work:
@@ -162,8 +164,9 @@ def notes(sweep: Sweep, works: Sequence[ArmWork], tflops: float | None = None) -
     """Return what to know about the table."""
     plan, left = sweep.experiment, total(work.left for work in works)
     lines = [f"seeds      {_seeds(sweep)}", f"horizons   {_horizons(plan.horizons)}"]
-    if plan.pairs:
-        lines.append(f"compares   {_pairs(plan.pairs)}")
+    labels = {arm.label for arm in plan.trained_arms}
+    if pairs := [pair for pair in plan.pairs if labels.issuperset(pair)]:
+        lines.append(f"compares   {_pairs(pairs)}")
     everything = total(work.all for work in works)
     done = everything.runs - left.runs
     has = f"{counted(everything.runs, 'run')} {'is' if everything.runs == 1 else 'are'}"
@@ -190,7 +193,9 @@ def _seeds(sweep: Sweep) -> str:
 
 
 def _pairs(pairs: Sequence[tuple[str, str]]) -> str:
-    """Return which method is compared with which others."""
+    """Return which method is compared with which others; only how many pairs, if they are many."""
+    if len(pairs) > MOST_PAIRS:
+        return f"{len(pairs)} pairs of methods; the report judges each"
     others: dict[str, list[str]] = {}
     for a, b in pairs:
         others.setdefault(a, []).append(b)

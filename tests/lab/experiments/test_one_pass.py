@@ -71,6 +71,10 @@ NAMED = {  # what a label says, and the setting that it stands for
     "momentum 0": "optim.momentum",
     "angles of": "optim.angles",
     "equal rows": "optim.equal_rows",
+    "slow_share": "optim.slow_share",
+    "split_heads": "optim.split_heads",
+    "nesterov off": "optim.nesterov",
+    "aux_lr": "optim.aux_lr",
 }
 
 

@@ -125,6 +125,16 @@ def test_only_some_methods_are_trained(
     assert "2 of 6 trials done" in capsys.readouterr().err
 
 
+def test_a_dry_run_lists_the_pairs_that_it_trains(tmp_path: Path, capsys) -> None:
+    words = ["sweep", "trials", "--out", str(tmp_path), "--passes", "9", "--dry-run"]
+    assert main(words) == 0
+    assert " pairs of methods; the report judges each" in capsys.readouterr().out
+    two = ["--only", "muon, linear to zero", "--only", "angular_muown, cooldown 50%"]
+    assert main([*words, *two]) == 0
+    expected = "compares   angular_muown, cooldown 50% with muon, linear to zero\n"
+    assert expected in capsys.readouterr().out
+
+
 def test_only_trains_what_a_variant_needs(plan: Experiment) -> None:
     variant = replace(plan.arms[1], label="adamw, cooldown 50%", variant_of="adamw")
     both = replace(plan, arms=(*plan.arms, variant))
