@@ -103,8 +103,8 @@ def spec_of(scale: str, method: str, schedule: str) -> Spec:
     name, spec = method.partition(",")[0], base(scale)
     spec = trained_by(spec, name, **CHANGES.get(method, {}))
     tokens = VALIDATION if scale == "s" else spec.eval_tokens
-    falling = replace(spec.schedule, decay=SCHEDULES[schedule])
-    return replace(spec, eval_every=STEPS[scale][0], eval_tokens=tokens, schedule=falling)
+    spec = replace(spec, eval_every=STEPS[scale][0], eval_tokens=tokens)
+    return _falling(spec, decay=SCHEDULES[schedule])
 
 
 def _arms(scale: str, grids: Grids) -> tuple[Arm, ...]:
@@ -139,6 +139,27 @@ def horizons(scale: str) -> Experiment:
     return Experiment(
         "one-pass-horizons", scale, title, arms, steps, seeds, ours, tuning_seed=chosen_on
     )
+
+
+def schedules(scale: str) -> Experiment:
+    """Ask what AngularMuown's advice leaves open: a longer cooldown, cosine, and the clock of kappa
+    at the best learning rate, at a quarter of the corpus on one seed."""
+    longer, flat, usual = spec_of(scale, OURS, LONG), spec_of(scale, KAPPA_1, LINEAR), 2.5e-2
+    rates = (1.6e-2, 2.5e-2, 4e-2)
+    clock = replace(longer, optim=replace(longer.optim, lr=usual))
+    arms = (
+        Arm(f"{OURS}, {LONG}", clock, (5e-4, 1e-3, 2e-3), "optim.decay_scale"),
+        Arm(f"{OURS}, cooldown 70%", _falling(longer, decay=0.7), rates),
+        Arm(f"{OURS}, cosine", _falling(longer, kind="cosine"), rates),
+        Arm(f"{KAPPA_1}, cosine", _falling(flat, kind="cosine"), (1e-2, 1.6e-2, 2.5e-2)),
+    )
+    title, seeds = "Corpus read once: clocks of kappa, cosine, a longer cooldown", SEEDS[scale][:1]
+    steps, ours = STEPS[scale][:1], arms[0].label
+    return Experiment("one-pass-kappa", scale, title, arms, steps, seeds, ours)
+
+
+def _falling(spec: Spec, **changes: Any) -> Spec:
+    return replace(spec, schedule=replace(spec.schedule, **changes))
 
 
 def larger(scale: str) -> Experiment:

@@ -64,6 +64,37 @@ def test_the_whole_corpus_differs_from_a_quarter_in_its_length_and_rates_alone()
     assert {method for method, _, _ in WHOLE} == {method for method, _, _ in GRIDS}
 
 
+def test_schedules_differ_from_the_method_in_what_they_are_named_for() -> None:
+    plan = experiment("one-pass-kappa", "s")
+    clock, longer, cosine, flat = plan.arms
+    usual = SPECS["angular_muown, cooldown 50%"]
+    assert clock.spec == replace(usual, optim=replace(usual.optim, lr=2.5e-2))
+    assert (clock.axis, clock.values[1]) == ("optim.decay_scale", usual.optim.decay_scale)
+    assert (longer.spec.schedule.decay, cosine.spec.schedule.kind) == (0.7, "cosine")
+    assert flat.spec.optim == SPECS["angular_muown, kappa = 1, linear to zero"].optim
+    assert plan.horizons == experiment("one-pass", "s").horizons
+
+
+def test_earlier_horizons_continue_the_whole_run() -> None:
+    """At the learning rates of the whole corpus, with one trunk for both."""
+    plan, whole = experiment("one-pass-horizons", "s"), {(m, s): r for m, s, r in WHOLE}
+    assert plan.horizons == STEPS["s"][1:3]
+    for arm in plan.arms:
+        method, schedule = arm.label.rsplit(", ", 1)
+        assert arm.values[0] in whole[method, schedule]
+        assert arm.spec == SPECS[arm.label]
+
+
+def test_the_larger_model_reads_as_much_as_a_quarter() -> None:
+    plan = experiment("one-pass-larger", "s")
+    for arm in plan.arms:
+        usual = SPECS[arm.label]
+        assert arm.spec.model.width == 768
+        assert arm.spec.optim == usual.optim
+        tokens = plan.horizons[0] * arm.spec.tokens_per_step
+        assert tokens == STEPS["s"][0] * usual.tokens_per_step
+
+
 NAMED = {  # what a label says, and the setting that it stands for
     "extrapolation": "extrapolate.strength",
     "aux_beta2": "optim.aux_beta2",
