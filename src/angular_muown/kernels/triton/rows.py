@@ -228,7 +228,7 @@ def _new_momentum(
     )  # fmt: skip
     M = stored.to(tl.float32)
     if M_TYPE == tl.int8:
-        return T, M * tl.abs(M) * (beta * scale / (LEVELS * LEVELS))[:, None] + T
+        return T, M * tl.abs(M) * (1 / (LEVELS * LEVELS)) * (beta * scale)[:, None] + T
     return T, beta * M + T
 
 
@@ -279,12 +279,12 @@ def _store_eight_bit(
     column = column.to(tl.uint32)[None, :]
     noise = _hash(row.to(tl.uint32) + seed)[:, None] + (column >> 1) * GOLDEN
     noise = (noise ^ (noise >> 15)) * 0x846CA68B
-    noise = (noise >> ((column & 1) * 16)) & 0xFFFF
+    noise = tl.where((column & 1) == 1, noise, (noise << 16) | (noise >> 16)) >> 8
     # Few instructions per entry, or they would take longer than the memory that 8 bits save:
     # divisions are per row, and adding 1.5 * 2^23 leaves an integer in the last bits.
-    z = tl.abs(M) * (1.0 / scale * (LEVELS * LEVELS))[:, None]
+    z = tl.abs(M) * (1.0 / scale)[:, None] * (LEVELS * LEVELS)
     lower = tl.floor(tl.sqrt(z))
-    up = noise.to(tl.float32) * (lower * 2.0**-15 + 2.0**-16) < z - lower * lower
+    up = noise.to(tl.float32) * (lower * 2.0**-23 + 2.0**-24) < z - lower * lower
     highest = tl.where(scale < float("inf"), LEVELS, 0.0)  # 0 also replaces NaN
     q = tl.minimum(lower + up.to(tl.float32), highest[:, None])
     sign = M.to(tl.int32, bitcast=True) & SIGN
