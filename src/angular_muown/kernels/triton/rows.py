@@ -78,8 +78,13 @@ def exponents(X):
 
     This scaling is exact. Without it, squares of 1e-30 or 1e30 would leave the range of float32.
     """
-    largest = tl.max(tl.abs(X), axis=1)
-    exponent = (largest.to(tl.int32, bitcast=True) >> 23) - 127
+    return exponent_of(tl.max(tl.abs(X), axis=1))
+
+
+@triton.jit
+def exponent_of(x):
+    """Return the exponents of numbers that are not negative."""
+    exponent = (x.to(tl.int32, bitcast=True) >> 23) - 127
     return tl.minimum(tl.maximum(exponent, -126), 126)
 
 
@@ -186,10 +191,14 @@ def _tangent(
         if tl.min(g, axis=0) == 0.0:  # a zero row moves along -G: its radial gradient is -|G|
             r = tl.where(g == 0.0, -row_norm(G), r)
     tl.store(radial, r, mask=in_rows)
-    T = g[:, None] * G - tl.where(g == 0.0, 0.0, r)[:, None] * W
+    r = tl.where(g == 0.0, 0.0, r)
     if CHART == WEIGHT_NORM:
-        T = T / divisor(_stored_norm(table, matrix, row, in_rows, g))[:, None]
-    return T
+        # Not (g G - r W) / rho: of a row that was zero, g and rho are so small that g G may be 0.
+        rho = divisor(_stored_norm(table, matrix, row, in_rows, g))
+        inverse = power_of_two(-exponent_of(g))
+        along = r / divisor(g * inverse)
+        return (g / rho)[:, None] * (G - along[:, None] * (W * inverse[:, None]))
+    return g[:, None] * G - r[:, None] * W
 
 
 @triton.jit
