@@ -124,6 +124,20 @@ def test_zeros_stay_zero_and_signs_are_kept() -> None:
     assert (q * M > 0)[largest & (M != 0)].all()
 
 
+@pytest.mark.parametrize("on", [True, False])
+def test_the_largest_entry_of_a_tiny_row_is_stored_exactly(on: bool) -> None:
+    """Although the smallest of its levels are below the normal range of float32."""
+    with kernels(on):
+        (p,) = weights([(128, 144)], torch.float32)
+        opt = Muon([p], momentum=0.9, state_dtype="int8")
+        scales = []
+        for G in (2e-38 * noise(128, 144, seed=0, dtype=torch.float32), torch.zeros(128, 144)):
+            p.grad = G.to(p.device)
+            opt.step()
+            scales.append(opt.state[p][SCALE].clone())
+    torch.testing.assert_close(scales[1], 0.9 * scales[0], rtol=1e-5, atol=0)
+
+
 def test_the_kernel_and_the_eager_step_draw_the_same_24_bits() -> None:
     """An entry just above its draw is rounded up to the first level; one just below is not."""
     drawn = paired_noise(torch.empty(128, 144), SALT)
