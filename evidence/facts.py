@@ -111,6 +111,7 @@ def tables(kept: Kept) -> dict[str, Rows]:
             "pace": titled(speed.pace_table()),
             "momentum": storage.momentum_table(),
             "registers": storage.registers_table(),
+            "instructions": storage.instructions_table(),
             "train-memory": storage.train_memory_table(),
             "throughput-of-optimizers": titled(speed.throughput_of_optimizers()),
             "orthogonalize": speed.orthogonalize(),

@@ -57,7 +57,34 @@ def _momentum_facts() -> Facts:
     reached = {shapes for shapes, _ in rows} - {
         shapes for (shapes, _), row in rows.items() if _longer(row) > 0
     }
-    return {"longer": longer, "saved": saved, "only_moe_is_reached": reached == {"moe1.1b"}}
+    return {
+        "longer": longer,
+        "saved": saved,
+        "only_moe_is_reached": reached == {"moe1.1b"},
+        "compiled": _compiled_facts(),
+    }
+
+
+def _compiled() -> dict[int, dict[tuple[str, bool], dict[str, Any]]]:
+    """Return the compiled kernels of one rank by the length of rows, then by the momentum's dtype
+    and whether they are as a step launches them."""
+    by_length: dict[int, dict[tuple[str, bool], dict[str, Any]]] = {}
+    for row in read_json("registers")["results"]:
+        if not row["summed"]:
+            by_length.setdefault(row["n"], {})[row["momentum"], row["launched"]] = row
+    return by_length
+
+
+def _rows_at_a_time(row: dict[str, Any]) -> int:
+    return row["programs"] * row["tile"][0]
+
+
+def _compiled_facts() -> Facts:
+    pairs = [(found["float32", True], found[EIGHT, True]) for found in _compiled().values()]
+    return {
+        "as_many_rows": all(_rows_at_a_time(b) >= _rows_at_a_time(a) for a, b in pairs),
+        "instructions": spread(b["instructions"] / a["instructions"] for a, b in pairs),
+    }
 
 
 def momentum_table() -> Rows:
@@ -93,12 +120,20 @@ def train_memory_table() -> Rows:
 
 def registers_table() -> Rows:
     """How many rows a multiprocessor works on at a time, by their length and the momentum."""
-    rows = read_json("registers")["results"]
     head = {"float32": True, "bfloat16": True, EIGHT: False}
     names = [*head, f"{EIGHT}, bounded"]
-    body = []
-    for n in dict.fromkeys(row["n"] for row in rows):
-        found = {(r["momentum"], r["bounded"]): r for r in rows if r["n"] == n}
-        chosen = [found[key] for key in (*head.items(), (EIGHT, True))]
-        body.append([f"{n:,}", *(str(row["programs"] * row["tile"][0]) for row in chosen)])
+    body = [
+        [f"{n:,}", *(str(_rows_at_a_time(found[key])) for key in (*head.items(), (EIGHT, True)))]
+        for n, found in _compiled().items()
+    ]
+    return [["entries of a row", *names], *body]
+
+
+def instructions_table() -> Rows:
+    """How many instructions an entry takes before the polar factor, by the momentum's dtype."""
+    names = [*MOMENTA, EIGHT]
+    body = [
+        [f"{n:,}", *(f"{found[name, True]['instructions']:.0f}" for name in names)]
+        for n, found in _compiled().items()
+    ]
     return [["entries of a row", *names], *body]

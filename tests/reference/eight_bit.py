@@ -26,13 +26,15 @@ def stored(M: np.ndarray, step: int) -> np.ndarray:
                 out[i, j] = np.sign(entry) * largest
                 continue
             chance = (share - levels[below]) / (levels[below + 1] - levels[below])
-            up = drawn(i, j, seed) / 2**16 < chance
+            up = drawn(i, j, seed) / 2**24 < chance
             out[i, j] = np.sign(entry) * largest * levels[below + up]
     return out
 
 
 def drawn(i: int, j: int, seed: int) -> int:
-    """Return 16 random bits: columns 2k and 2k + 1 take the low and the high half of a number."""
+    """Return 24 random bits: columns 2k and 2k + 1 begin with the low and the high half of a
+    number, and go on with bits of the other half."""
     x = (hashed(i + seed) + j // 2 * 0x9E3779B9) & 0xFFFFFFFF
     x = (x ^ x >> 15) * 0x846CA68B & 0xFFFFFFFF
-    return x >> 16 if j % 2 else x & 0xFFFF
+    low, high = x & 0xFFFF, x >> 16
+    return high << 8 | low >> 8 if j % 2 else low << 8 | high >> 8

@@ -73,7 +73,8 @@ TYPES = {
 ROW_ELEMENTS = 2048  # per program of a row kernel
 WARP_ELEMENTS = 1024  # per warp of one, if rows are longer
 # Rounding to 8 bits takes registers. Without a bound the compiler uses so many that half as many
-# rows of 8,192 entries run concurrently as with a float32 momentum (benchmarks/registers.py).
+# rows of 8,192 entries run concurrently as with a float32 momentum (benchmarks/registers.py). Where
+# ranks share rows, any momentum takes more than the bound: registers would spill to memory.
 WARP_ELEMENTS_8_BIT, REGISTERS_8_BIT = 512, 64
 TRANSPOSE_TILE = 64
 ROW_BYTES, BANDWIDTH = 32, 4.2e6  # bytes per element, bytes per microsecond on an H200
@@ -238,23 +239,31 @@ class Chunk:
 
 
 def launch_rows(
-    kernel: Any, m: int, n: int, count: int, *args: Any, eight_bit: bool = False
+    kernel: Any,
+    m: int,
+    n: int,
+    count: int,
+    *args: Any,
+    eight_bit: bool = False,
+    summed: bool = False,
 ) -> None:
     """Launch a row kernel over `count` matrices of m rows with `args`, followed by the tile.
 
-    With `eight_bit` the kernel rounds a momentum to 8 bits.
+    With `eight_bit` the kernel rounds a momentum to 8 bits; `summed` says that it reads sums over
+    ranks that share rows.
     """
-    height, columns, options = row_tile(n, eight_bit)
+    height, columns, options = row_tile(n, eight_bit, summed)
     kernel[triton.cdiv(m, height), count](*args, height, columns, **options)
 
 
-def row_tile(n: int, eight_bit: bool) -> tuple[int, int, dict[str, int]]:
+def row_tile(n: int, eight_bit: bool, summed: bool = False) -> tuple[int, int, dict[str, int]]:
     """Return the rows and columns of a program's tile, and the compiler's options for it."""
     columns = 1 << (n - 1).bit_length()  # the next power of two
     height = max(1, ROW_ELEMENTS // columns)
-    each = WARP_ELEMENTS_8_BIT if eight_bit else WARP_ELEMENTS
+    few = eight_bit and not summed  # registers
+    each = WARP_ELEMENTS_8_BIT if few else WARP_ELEMENTS
     options = {"num_warps": min(32, max(4, height * columns // each))}
-    if eight_bit and torch.version.hip is None:
+    if few and torch.version.hip is None:
         options["maxnreg"] = REGISTERS_8_BIT
     return height, columns, options
 

@@ -209,7 +209,7 @@ class FusedRound:
                 self.step.entries[rows.start :], self.step.scalars_of(kind), rows.stats, rows.sums,
                 rows.maxima, self.step.work, 0, rows.count, kind.rows, kind.width,
                 *flags, True, rows.summed, rows.scaled, *rows.types,
-                eight_bit=kind.dtypes[-1] == torch.int8,
+                eight_bit=kind.dtypes[-1] == torch.int8, summed=rows.summed,
             )  # fmt: skip
 
     def _moved(self) -> None:

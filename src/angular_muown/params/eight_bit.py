@@ -6,7 +6,8 @@ a thousand times the others, those still have levels of their own.
 
 Rounding is stochastic: M lies between two levels and becomes the upper one with a probability that
 makes the expected value M. Rounding to nearest would lose every gradient that is smaller than half
-a level, at every step. All matrices of a step share the noise, as in rounding.py.
+a level, at every step. The probability is a multiple of 2^-24, which makes entries below 1e-10 of
+their row's largest too large on average. All matrices of a step share the noise, as in rounding.py.
 
 A step orthogonalizes its momentum before rounding; the next step reads what was stored.
 """
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 INT8 = "int8"  # of a group's state_dtype
 SCALE = "momentum_scale"  # the row vector of largest entries
 LEVELS = 127
-SMALLEST = 2.0**-110  # scale: LEVELS^2 / scale and scale / LEVELS^2 are in the range of float32
+SMALLEST = 2.0**-126  # scale: the smallest normal float32, whose reciprocal is finite
 # Added to the step number: the noise differs from that of the weights' rounding.
 SALT = 0x5BD1E995
 
@@ -44,7 +45,8 @@ def scale_names(group: "Group") -> tuple[str, ...]:
 
 def decode(q: Tensor, scale: Tensor) -> Tensor:
     """Return the entries that integers stand for; q has the dtype of the result."""
-    return q * q.abs() * (scale / LEVELS**2)
+    # The scale last, as a factor of its own: scale / LEVELS^2 may be too small for float32.
+    return q * q.abs() * (1 / LEVELS**2) * scale
 
 
 def encode(
@@ -52,7 +54,8 @@ def encode(
 ) -> tuple[Tensor, Tensor]:
     """Return M (..., m, n) in 8 bits and the scale (..., m, 1) of its rows.
 
-    A row with an entry that is not finite has an infinite scale and decodes to NaN.
+    A row with an entry that is not finite has an infinite scale and decodes to NaN. Rows whose
+    largest entry is below the normal range of float32 lose levels.
 
     Args:
         step: seed of the rounding.
@@ -61,10 +64,10 @@ def encode(
     """
     scale = over.row_max(M)
     scale = torch.where(scale.isnan(), torch.inf, scale).clamp(min=SMALLEST)
-    z = M.abs() * (1 / scale * LEVELS**2)
+    z = M.abs() * (1 / scale) * LEVELS**2  # LEVELS^2 / scale may be too large for float32
     lower = z.sqrt().floor()
     share = (z - lower.square()) / (2 * lower + 1)
-    up = paired_noise(M, step + SALT, corner) * 2.0**-16 < share
+    up = paired_noise(M, step + SALT, corner) * 2.0**-24 < share
     q = (lower + up).nan_to_num(0.0).clamp(max=LEVELS).copysign(M)
     return q.to(torch.int8), scale
 

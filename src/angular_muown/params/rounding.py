@@ -48,12 +48,17 @@ def position_noise(X: Tensor, seed: int | Tensor, corner: tuple[int, int] = (0, 
 
 
 def paired_noise(X: Tensor, seed: int | Tensor, corner: tuple[int, int] = (0, 0)) -> Tensor:
-    """Return 16 random bits for every entry, in fewer operations: columns 2k and 2k + 1 take the
-    halves of one number, which is hashed with one multiplication instead of two."""
+    """Return 24 random bits for every entry, in fewer operations.
+
+    Columns 2k and 2k + 1 begin with the low and the high half of one number and go on with bits of
+    the other half; it is hashed with one multiplication instead of two. Neighbors are
+    uncorrelated; some entries a thousand columns apart have correlations of about 0.02.
+    """
     rows, column = _positions(X, seed, corner)
     x = (rows + (column >> 1) * GOLDEN) & WORD
     x = (x ^ (x >> 15)) * 0x846CA68B & WORD
-    return (x >> 16 * (column & 1)) & 0xFFFF
+    turned = (x << 16 | x >> 16) & WORD
+    return torch.where(column & 1 == 1, x, turned) >> 8
 
 
 def _positions(X: Tensor, seed: int | Tensor, corner: tuple[int, int]) -> tuple[Tensor, Tensor]:

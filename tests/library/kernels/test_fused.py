@@ -222,6 +222,24 @@ def test_weights_of_any_magnitude_match_the_eager_path(member: Member, size: flo
     assert relative_error(ends[0], ends[1]) < 5e-3  # as above: products in float16
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e18])
+@pytest.mark.parametrize("member", [Muown, NorMuown])
+def test_a_zero_row_grows_as_on_the_eager_path(member: Member, size: float) -> None:
+    """Its length is 1e-24 after a first step with tiny gradients: a product of both would be 0."""
+    ends: list[tuple[Tensor, Tensor]] = []
+    for on in (True, False):
+        (p,) = weights([(128, 144)], torch.float32)
+        opt = member([p])
+        with kernels(on):
+            for t in range(3):
+                p.grad = size * noise(128, 144, seed=t, dtype=torch.float32)
+                opt.step()
+        ends.append((p.detach(), opt.state[p]["stored_norm"]))
+    (W, norm), (expected, norms) = ends
+    torch.testing.assert_close(norm, norms, rtol=1e-2, atol=0)
+    assert relative_error(W[3], expected[3]) < 5e-3
+
+
 def test_parameters_may_have_taken_different_numbers_of_steps() -> None:
     def skip(t: int, params: list[nn.Parameter], opt: Engine) -> None:
         if t == 1:

@@ -1,5 +1,6 @@
 """The kernels on sharded matrices equal the kernels on whole ones, in Triton's interpreter."""
 
+import warnings
 from functools import cache
 from typing import Any
 
@@ -205,6 +206,29 @@ def test_ranks_share_the_scales_of_an_eight_bit_momentum(
                 torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-4)
         first = first or sharded
         assert all(map(torch.equal, sharded, first)), "ranks would drift apart"
+
+
+def scales_of_a_nan_row(member: str, column: int) -> tuple[list[int], int]:
+    """Return the rows with an infinite scale after NaN in one column of row 3, and the number of
+    parameters stepped by kernels."""
+    interpret()
+    columns = PLACES["columns"]
+    p = nn.Parameter(place(_weight((128, 144), 0), columns))
+    optimizer = MEMBERS[member]([p], state_dtype="int8")
+    G = noise(128, 144, seed=1, dtype=torch.float32)
+    G[3, column] = torch.nan
+    p.grad = place(G, columns)
+    with warnings.catch_warnings(action="ignore"):  # NumPy's, of NaN
+        optimizer.step()
+    scale = whole(optimizer.state[p]["momentum_scale"]).flatten()
+    return scale.isfinite().logical_not().nonzero().flatten().tolist(), fused_members(optimizer)
+
+
+@pytest.mark.parametrize("column", [1, 140])
+@pytest.mark.parametrize("member", ["Muon", "AngularMuown"])
+def test_nan_on_any_rank_spoils_its_row_and_no_other(member: str, column: int) -> None:
+    """Only with Muon, whose rows are not summed, does a rank not see the NaN of another."""
+    assert results(2, scales_of_a_nan_row, member, column) == [([3], 1)] * 2
 
 
 def _placed(t: Tensor, sharded: bool) -> Tensor:

@@ -54,7 +54,7 @@ def test_the_error_is_less_than_one_level_and_its_mean_is_zero() -> None:
     assert (bias.abs() < 5 * deviation).all()
 
 
-@pytest.mark.parametrize("power", [-100, -20, 20, 100])
+@pytest.mark.parametrize("power", [-112, -20, 20, 100])
 def test_powers_of_two_scale_through(power: int) -> None:
     M = noise(5, 30, seed=3, dtype=torch.float32)
     assert torch.equal(quantized(M * 2.0**power), quantized(M) * 2.0**power)
@@ -71,18 +71,38 @@ def test_what_is_not_finite_stays_in_its_row() -> None:
 
 
 def test_the_smallest_rows_keep_their_mean() -> None:
-    """A row below the smallest scale is stored with that scale: coarsely, but without a bias."""
-    M = 1e-36 * noise(4, 50, seed=4, dtype=torch.float32)
+    """A row below the smallest scale is stored with that scale: coarsely, but without a bias. In
+    float64, because some processors take float32 of that size for zero."""
+    M = 1e-40 * noise(4, 50, seed=4)
     draws = torch.stack([quantized(M, step) for step in range(4000)])
     bias = draws.mean(dim=0) - M
-    assert ((draws == 0) | (draws.abs() >= SMALLEST / LEVELS**2)).all()
-    assert (bias.abs() < 5 * draws.std(dim=0) / 4000**0.5 + 1e-38).all()
+    assert ((draws == 0) | (draws.abs() >= 0.99 * SMALLEST / LEVELS**2)).all()
+    assert (bias.abs() < 5 * draws.std(dim=0) / 4000**0.5 + 1e-42).all()
+
+
+@pytest.mark.parametrize("small", [1e-7, 1e-9])
+def test_small_entries_of_a_row_keep_their_mean(small: float) -> None:
+    """Far below the first level, which few of them reach: each must do so as often as it should."""
+    M = torch.full((256, 2048), small)
+    M[:, 0] = 1
+    steps = 20
+    mean = sum(quantized(M, step)[:, 1:].double().mean().item() for step in range(steps)) / steps
+    raised = steps * 256 * 2047 * small * LEVELS**2  # to the first level, on average
+    assert mean == pytest.approx(small, rel=5 / raised**0.5)
+
+
+def test_the_noise_equals_that_of_the_simulation_in_all_bits() -> None:
+    drawn = paired_noise(torch.empty(5, 8), 3, corner=(2, 5))
+    seed = 3 * 0x9E3779B9 + 0x7F4A7C15
+    assert drawn.tolist() == [
+        [eight_bit.drawn(i, j, seed) for j in range(5, 13)] for i in range(2, 7)
+    ]
 
 
 def test_the_noise_is_uniform_and_independent() -> None:
     """Of its neighbors in the row and in the column, of other steps, and of the weights' noise."""
     X = torch.empty(400, 400)
-    steps = torch.stack([paired_noise(X, step + SALT).double() / 2**16 for step in range(3)])
+    steps = torch.stack([paired_noise(X, step + SALT).double() / 2**24 for step in range(3)])
     bins = torch.histc(steps, 64, 0, 1) / (steps.numel() / 64)
     assert (bins - 1).abs().max() < 5 * (64 / steps.numel()) ** 0.5
     u = steps[0]
@@ -129,11 +149,15 @@ def test_every_member_equals_its_reference_with_the_same_quantizer(
 
 @pytest.mark.parametrize("optimizer", MEMBERS)
 @pytest.mark.parametrize("factor", [1e-30, 1e30, 2.0**-90, 2.0**90])
-def test_the_scale_of_gradients_does_not_matter(optimizer: type[Engine], factor: float) -> None:
-    """Row lengths are excluded: Adam's epsilon has a scale."""
+@pytest.mark.parametrize("size", [1.0, 1e-6])
+def test_the_scale_of_gradients_does_not_matter(
+    optimizer: type[Engine], factor: float, size: float
+) -> None:
+    """Row lengths are excluded: Adam's epsilon has a scale. Gradients of a training run are 1e-4 to
+    1e-6."""
     values = {"radius_lr": 0.0} if "radius_lr" in optimizer([parameter(3, 3)]).defaults else {}
     ends = []
-    for scale in (1.0, factor):
+    for scale in (size, size * factor):
         p = parameter(16, 24, dtype=torch.float32)
         opt = optimizer([{"params": [p], **values}], state_dtype="int8")
         run(opt, [p], 4, gradient=lambda p, i, t, s=scale: s * noise(16, 24, seed=t, dtype=p.dtype))

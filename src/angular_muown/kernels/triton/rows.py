@@ -78,8 +78,13 @@ def exponents(X):
 
     This scaling is exact. Without it, squares of 1e-30 or 1e30 would leave the range of float32.
     """
-    largest = tl.max(tl.abs(X), axis=1)
-    exponent = (largest.to(tl.int32, bitcast=True) >> 23) - 127
+    return exponent_of(tl.max(tl.abs(X), axis=1))
+
+
+@triton.jit
+def exponent_of(x):
+    """Return the exponents of numbers that are not negative."""
+    exponent = (x.to(tl.int32, bitcast=True) >> 23) - 127
     return tl.minimum(tl.maximum(exponent, -126), 126)
 
 
@@ -186,10 +191,14 @@ def _tangent(
         if tl.min(g, axis=0) == 0.0:  # a zero row moves along -G: its radial gradient is -|G|
             r = tl.where(g == 0.0, -row_norm(G), r)
     tl.store(radial, r, mask=in_rows)
-    T = g[:, None] * G - tl.where(g == 0.0, 0.0, r)[:, None] * W
+    r = tl.where(g == 0.0, 0.0, r)
     if CHART == WEIGHT_NORM:
-        T = T / divisor(_stored_norm(table, matrix, row, in_rows, g))[:, None]
-    return T
+        # Not (g G - r W) / rho: of a row that was zero, g and rho are so small that g G may be 0.
+        rho = divisor(_stored_norm(table, matrix, row, in_rows, g))
+        inverse = power_of_two(-exponent_of(g))
+        along = r / divisor(g * inverse)
+        return (g / rho)[:, None] * (G - along[:, None] * (W * inverse[:, None]))
+    return g[:, None] * G - r[:, None] * W
 
 
 @triton.jit
@@ -228,7 +237,7 @@ def _new_momentum(
     )  # fmt: skip
     M = stored.to(tl.float32)
     if M_TYPE == tl.int8:
-        return T, M * tl.abs(M) * (beta * scale / (LEVELS * LEVELS))[:, None] + T
+        return T, M * tl.abs(M) * (1 / (LEVELS * LEVELS)) * (beta * scale)[:, None] + T
     return T, beta * M + T
 
 
@@ -279,12 +288,12 @@ def _store_eight_bit(
     column = column.to(tl.uint32)[None, :]
     noise = _hash(row.to(tl.uint32) + seed)[:, None] + (column >> 1) * GOLDEN
     noise = (noise ^ (noise >> 15)) * 0x846CA68B
-    noise = (noise >> ((column & 1) * 16)) & 0xFFFF
+    noise = tl.where((column & 1) == 1, noise, (noise << 16) | (noise >> 16)) >> 8
     # Few instructions per entry, or they would take longer than the memory that 8 bits save:
     # divisions are per row, and adding 1.5 * 2^23 leaves an integer in the last bits.
-    z = tl.abs(M) * (1.0 / scale * (LEVELS * LEVELS))[:, None]
+    z = tl.abs(M) * (1.0 / scale)[:, None] * (LEVELS * LEVELS)
     lower = tl.floor(tl.sqrt(z))
-    up = noise.to(tl.float32) * (lower * 2.0**-15 + 2.0**-16) < z - lower * lower
+    up = noise.to(tl.float32) * (lower * 2.0**-23 + 2.0**-24) < z - lower * lower
     highest = tl.where(scale < float("inf"), LEVELS, 0.0)  # 0 also replaces NaN
     q = tl.minimum(lower + up.to(tl.float32), highest[:, None])
     sign = M.to(tl.int32, bitcast=True) & SIGN
