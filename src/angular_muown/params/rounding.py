@@ -50,8 +50,8 @@ def position_noise(X: Tensor, seed: int | Tensor, corner: tuple[int, int] = (0, 
 def paired_noise(X: Tensor, seed: int | Tensor, corner: tuple[int, int] = (0, 0)) -> Tensor:
     """Return 24 random bits for every entry, in fewer operations.
 
-    Columns 2k and 2k + 1 begin with the low and the high half of one number and continue with bits of
-    the other half; it is hashed with one multiplication instead of two. Neighbors are
+    Columns 2k and 2k + 1 begin with the low and the high half of one number and continue with bits
+    of the other half; it is hashed with one multiplication instead of two. Neighbors are
     uncorrelated; some entries a thousand columns apart have correlations of about 0.02.
     """
     rows, column = _positions(X, seed, corner)
