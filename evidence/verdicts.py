@@ -23,7 +23,7 @@ def tables(kept: Kept) -> dict[str, Rows]:
     """Return the pairs of every sweep, `verdicts-<experiment>`, and of views of some."""
     views = {name: sweep for name, sweep in kept.sweeps.items() if sweep.pairs}
     [views["teaser-cooldown-20"]] = kept.sweeps["teaser"].variant_views()
-    views["one-pass-kappa"] = pairs_of_schedules(kept.sweeps["one-pass-long"])
+    views["one-pass-schedules"] = pairs_of_schedules(kept.sweeps["one-pass-long"])
     rows = {f"verdicts-{name}": pairs(view) for name, view in views.items()}
     return rows | {"paper-claims": _paper(kept)}
 

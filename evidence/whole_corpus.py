@@ -92,14 +92,23 @@ class WholeCorpus:
 
     def _curve(self, kept: Kept) -> Curve:
         """Return AngularMuown's cooled-down losses by steps, at every horizon that its best
-        learning rate and schedule were run to, on the seed that chose these."""
+        settings were run to, on the seed that chose these."""
         label, losses = f"{OURS}, {self.ours.schedule}", {self.horizon: self.ours.losses[CHOOSER]}
         for sweep in kept.sweeps.values():
-            same = sweep.record.data == self.sweep.record.data and label in sweep.best
-            for horizon in sweep.horizons if same and sweep.best[label].lr == self.ours.lr else ():
+            if sweep.record.data != self.sweep.record.data or not self._is_ours(sweep, label):
+                continue
+            for horizon in sweep.horizons:
                 finals = sweep.finals(label, horizon)
                 losses |= {horizon: finals[CHOOSER]} if CHOOSER in finals else {}
         return sorted(losses.items())
+
+    def _is_ours(self, sweep: SweepResults, label: str) -> bool:
+        """True if another sweep's arm of this label is the same method on the same model."""
+        spec = sweep.settings(label) if label in sweep.best else None
+        ours = self.sweep.settings(label)
+        return bool(spec and ours) and all(
+            getattr(spec, name) == getattr(ours, name) for name in ("model", "batch", "optim")
+        )
 
     @property
     def others(self) -> list[Arm]:

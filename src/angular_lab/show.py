@@ -52,7 +52,8 @@ def _plan(optimizer: torch.optim.Optimizer) -> str:
     rows = []
     for group in optimizer.param_groups:
         algorithm = group.get("algorithm", "adamw")
-        blocks = f" in {group['blocks']} blocks" if group.get("blocks") else ""
+        cut = group.get("blocks")
+        blocks = f" in {len(cut) if isinstance(cut, list) else cut} blocks" if cut else ""
         view = f" ({group['view']})" if group.get("view", "matrix") != "matrix" else ""
         count = sum(p.numel() for p in group["params"])
         names = group.get("param_names", [])
@@ -65,9 +66,9 @@ def _plan(optimizer: torch.optim.Optimizer) -> str:
 
 def _bytes(model: LanguageModel, optimizer: torch.optim.Optimizer, spec: Spec) -> int:
     """Return the bytes of weights, gradients, the optimizer's state and averages."""
-    copies = len(spec.averages) + 2 * bool(spec.extrapolate.strength)
-    averages = 4 * copies * sum(p.numel() for p in model.parameters())
-    return 2 * build.weight_bytes(model) + build.state_bytes(optimizer) + averages
+    weights = 2 + bool(spec.extrapolate.strength)  # with gradients, and those before the move
+    averages = build.average_bytes(spec, model, optimizer)
+    return weights * build.weight_bytes(model) + build.state_bytes(optimizer) + averages
 
 
 def rate_here() -> tuple[float, str]:

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from angular_lab.experiments.comparison import EXPERIMENTS
 from angular_lab.experiments.definition import TUNED_AT_S
 from angular_lab.run_folder import Run
-from evidence import documents, facts, headline, whole_corpus
+from evidence import documents, facts, headline, verdicts, whole_corpus
 from evidence.comparison import Comparison
 from evidence.documents import DOCUMENTS, fill
 from evidence.kept import ROOT, Kept
@@ -195,3 +196,23 @@ def test_tokens_are_interpolated_between_horizons(kept: Kept) -> None:
     assert whole.fewer_tokens(0.5) == pytest.approx(2 * 2**0.5)
     assert whole.fewer_tokens(1.4) == pytest.approx(8), "beyond the first horizon"
     assert whole.fewer_tokens(-0.2) == pytest.approx(1 / 2), "beyond the last"
+
+
+def test_another_model_is_not_a_horizon(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep of a larger model may have the same label, corpus and learning rate."""
+    whole, quarter = whole_corpus.WholeCorpus(kept), kept.sweeps["one-pass"]
+    label = f"{whole_corpus.OURS}, {whole.ours.schedule}"
+    assert whole._is_ours(quarter, label)
+    spec = quarter.settings(label)
+    larger = replace(spec, model=replace(spec.model, layers=12))
+    monkeypatch.setattr(
+        type(quarter), "settings", lambda self, _: larger if self is quarter else spec
+    )
+    assert not whole._is_ours(quarter, label)
+
+
+def test_views_of_a_sweep_have_names_of_their_own(kept: Kept) -> None:
+    """A view named like an experiment would hide that experiment's verdicts."""
+    names = {name.removeprefix("verdicts-") for name in verdicts.tables(kept)} - kept.sweeps.keys()
+    assert "one-pass-schedules" in names
+    assert not names & EXPERIMENTS.keys()

@@ -181,13 +181,18 @@ def settle(sweeps: "list[Sweep]", arguments: argparse.Namespace) -> None:
     for sweep in sweeps:
         if not sweep.experiment.pairs:
             raise UserError(f"--until settled: {sweep.experiment.name} does not compare methods")
+        if not sweep.experiment.trained_pairs:
+            raise UserError(
+                f"--until settled: --only leaves no two methods that {sweep.experiment.name} "
+                "compares; name both of a pair"
+            )
         sweep.max_seeds = most
 
 
 def _print_pairs(sweep: "Sweep") -> None:
     for (a, b), verdict in sweep.verdicts().items():
         if verdict is None:
-            print(f"{a} below {b}: not judged, no value was chosen")
+            print(f"{a} below {b}: not judged, a run is unfinished or no value was chosen")
         else:
             left = f"; to settle: {verdict.to_settle}" if verdict.to_settle else ""
             seeds = ", ".join(map(str, verdict.paired.seeds))
@@ -310,6 +315,6 @@ def add_sweep_options(sub: argparse.ArgumentParser) -> None:
     add_until(sub)
     help_text = "as in 0,1,2 or 0..2: the first picks the value, the others judge it; default: the "
     sub.add_argument("--seeds", type=seed_list, metavar="SEEDS", help=help_text + "experiment's")
-    help_text = "train this method alone, by its name or a pattern ('normuon*'); may be repeated"
+    help_text = "train only methods whose name matches this, as in 'normuon*'; may be repeated"
     sub.add_argument("--only", action="append", metavar="METHOD", help=help_text)
     add_passes(sub)

@@ -76,7 +76,7 @@ def _resources(sweep: "Sweep", arguments: argparse.Namespace) -> "Resources":
         )
     minutes = LOCAL_MINUTES if arguments.time is None else ceil(arguments.time / 60)
     parallel = 1 if local and arguments.max_parallel is None else arguments.max_parallel
-    models = [arm.spec.model for arm in sweep.experiment.arms]
+    models = [arm.spec.model for arm in sweep.experiment.trained_arms]
     return slurm.Resources(
         minutes=minutes,
         memory=arguments.memory or slurm.default_memory(models),
@@ -143,10 +143,10 @@ def _longest_trial(sweep: "Sweep", resources: "Resources") -> str:
     from angular_lab.training.progress import PEAKS
 
     plan = sweep.experiment
-    flops = {arm.spec.model: flops_per_token(arm.spec.model) for arm in plan.arms}
+    flops = {arm.spec.model: flops_per_token(arm.spec.model) for arm in plan.trained_arms}
     operations, tokens = max(
         (flops[arm.spec.model] * count, count)
-        for arm in plan.arms
+        for arm in plan.trained_arms
         for count in (steps_per_trial(plan, arm) * arm.spec.tokens_per_step,)
     )
     time = operations / (USUAL_MFU * PEAKS[REFERENCE])

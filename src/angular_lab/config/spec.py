@@ -53,8 +53,8 @@ class OptimSpec:
     nesterov: bool = True  # the momentum counts the newest gradient once more
     momentum_start: float | None = None  # where it starts and ends; none: it stays constant
     momentum_ramp: int = 300  # steps from momentum_start to momentum, and back at the end
-    slow_share: float = 0.0  # of a second, slower momentum, at the full learning rate; 0: none
-    slow_decay: float = 0.98  # of the average of gradients that it adds
+    slow_share: float = 0.0  # weight of a slow average in the gradient, at the full lr; 0: none
+    slow_decay: float = 0.98  # decay rate of that average
     beta1: float = 0.9  # Adam's first decay rate
     beta2: float = 0.95  # Adam's second decay rate
     aux_beta2: float | None = None  # the same for embeddings, heads, norms; none: as beta2

@@ -156,7 +156,7 @@ EXPERIMENTS: dict[str, Callable[[str], Experiment]] = {
     "storage": extensions.storage,
     "one-pass": one_pass.one_pass,
     "one-pass-long": one_pass.one_pass_long,
-    "one-pass-kappa": one_pass.schedules,
+    "one-pass-kappa": one_pass.kappa,
     "one-pass-horizons": one_pass.horizons,
     "one-pass-larger": one_pass.larger,
     "trials": trials.trials,

@@ -90,6 +90,12 @@ class Experiment:
         """The arms that are to be trained now."""
         return tuple(arm for arm in self.arms if self.only is None or arm.label in self.only)
 
+    @property
+    def trained_pairs(self) -> tuple[tuple[str, str], ...]:
+        """The pairs of which both arms are to be trained now."""
+        labels = {arm.label for arm in self.trained_arms}
+        return tuple(pair for pair in self.pairs if labels.issuperset(pair))
+
     def horizons_of(self, arm: Arm) -> tuple[int, ...]:
         return self.horizons if arm.horizons is None else arm.horizons
 
@@ -101,11 +107,19 @@ def only_arms(plan: Experiment, patterns: Sequence[str]) -> Experiment:
     for pattern in patterns:
         arms = [arm for arm in plan.arms if fnmatchcase(arm.label, pattern)]
         if not arms:
-            labels = "; ".join(arm.label for arm in plan.arms)
-            raise UserError(f"--only '{pattern}': no such method in {plan.name}; it has {labels}")
+            hint = _hint(plan, pattern)
+            raise UserError(f"--only '{pattern}': no such method in {plan.name}; {hint}")
         roots = (arm.variant_of for arm in arms if arm.variant_of)
         matched |= dict.fromkeys((*roots, *(arm.label for arm in arms)))
     return replace(plan, only=tuple(matched))
+
+
+def _hint(plan: Experiment, pattern: str) -> str:
+    """Return what to write instead of a pattern that matches no arm."""
+    wider = f"*{pattern.strip('*')}*"
+    if any(fnmatchcase(arm.label, wider) for arm in plan.arms):
+        return f"a pattern matches whole names: did you mean '{wider}'?"
+    return f"it has {'; '.join(arm.label for arm in plan.arms)}"
 
 
 def base(scale: str, paper_run: str = "dense-124m") -> Spec:

@@ -69,15 +69,20 @@ def _ours(scale: str) -> tuple[Arm, ...]:
         "momentum from 0.85": _changed(usual, scale, **RAMP),
         "aux_beta2 0.999, momentum from 0.85": _changed(usual, scale, aux_beta2=0.999, **RAMP),
     }
-    further = {
-        f"{LONGER}, {name}": _changed(usual, scale, **MEMORY, **RAMP, **changes)
-        for name, changes in FURTHER.items()
-    }
     return (
         Arm(BASELINE, usual, (RATE,)),
         *(Arm(label, spec, (RATE,)) for label, spec in longer.items()),
         *(Arm(f"{label}, lr {LOWER:g}", spec, (LOWER,)) for label, spec in longer.items()),
-        *(Arm(label, spec, (RATE,)) for label, spec in (others | further).items()),
+        *(Arm(label, spec, (RATE,)) for label, spec in others.items()),
+    )
+
+
+def _further(scale: str) -> tuple[Arm, ...]:
+    """Return what is tried on top of the best trial."""
+    usual = spec_of(scale, OURS, LONG)
+    return tuple(
+        Arm(f"{LONGER}, {name}", _changed(usual, scale, **MEMORY, **RAMP, **changes), (RATE,))
+        for name, changes in FURTHER.items()
     )
 
 
@@ -99,7 +104,8 @@ def _reference(label: str) -> str:
 
 
 def _plan(name: str, scale: str, title: str, seeds: tuple[int, ...], whole: bool) -> Experiment:
-    ours, competitors = _ours(scale), _competitors(scale, whole)
+    ours = _ours(scale) if whole else (*_ours(scale), *_further(scale))
+    competitors = _competitors(scale, whole)
     pairs = (
         *((BASELINE, usual.label) for usual, _ in competitors),
         *((arm.label, _reference(arm.label)) for arm in ours[1:]),

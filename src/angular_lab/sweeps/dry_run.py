@@ -164,9 +164,8 @@ def notes(sweep: Sweep, works: Sequence[ArmWork], tflops: float | None = None) -
     """Return what to know about the table."""
     plan, left = sweep.experiment, total(work.left for work in works)
     lines = [f"seeds      {_seeds(sweep)}", f"horizons   {_horizons(plan.horizons)}"]
-    labels = {arm.label for arm in plan.trained_arms}
-    if pairs := [pair for pair in plan.pairs if labels.issuperset(pair)]:
-        lines.append(f"compares   {_pairs(pairs)}")
+    if plan.trained_pairs:
+        lines.append(f"compares   {_pairs(plan.trained_pairs)}")
     everything = total(work.all for work in works)
     done = everything.runs - left.runs
     has = f"{counted(everything.runs, 'run')} {'is' if everything.runs == 1 else 'are'}"
@@ -184,7 +183,7 @@ def notes(sweep: Sweep, works: Sequence[ArmWork], tflops: float | None = None) -
 def _seeds(sweep: Sweep) -> str:
     plan = sweep.experiment
     first, *others = map(str, plan.seeds)
-    has_choice = any(len(arm.values) > 1 for arm in plan.arms)
+    has_choice = any(len(arm.values) > 1 for arm in plan.trained_arms)
     if not has_choice:
         return f"{', '.join([first, *others])}: every method on each of them"
     if not others:

@@ -157,7 +157,7 @@ class Sweep:
         return {label: sorted(seeds) for label, seeds in added.items()}
 
     def verdicts(self) -> dict[tuple[str, str], Verdict | None]:
-        """Judge all pairs at the last horizon; None where a run is unfinished."""
+        """Judge the pairs of trained arms at the last horizon; None where a run is unfinished."""
         return {
             pair: judge(seeds, self._losses(pair[0]), self._losses(pair[1]))
             for pair, seeds in self._seeds_by_pair().items()
@@ -176,7 +176,7 @@ class Sweep:
                 self._losses(b),
                 self.max_seeds,
             )
-            for a, b in plan.pairs
+            for a, b in plan.trained_pairs
         }
 
     def _losses(self, label: str) -> Losses:
@@ -229,13 +229,15 @@ class Sweep:
         data = plan.arms[0].spec.data
         text = f"{STDLIB} (the Python standard library, as bytes)" if data == STDLIB else data
         counts = f"{plan.name}, scale {plan.scale}: {done} of {counted(total, 'trial')} done"
+        if plan.only is not None:
+            counts += f", of {len(plan.trained_arms)} of {counted(len(plan.arms), 'method')}"
         return f"{counts}; data: {text}; longest run: {self.passes_text}"
 
     @property
     def longest(self) -> Spec:
         """The spec that reads the most tokens, at its last horizon."""
         plan = self.experiment
-        specs = [replace(arm.spec, steps=max(plan.horizons_of(arm))) for arm in plan.arms]
+        specs = [replace(arm.spec, steps=max(plan.horizons_of(arm))) for arm in plan.trained_arms]
         return max(specs, key=lambda spec: spec.steps * spec.tokens_per_step)
 
     @property

@@ -193,12 +193,18 @@ def checkpoint_bytes(spec: Spec, model: LanguageModel, optimizer: torch.optim.Op
     """Return the bytes of one checkpoint, computed; a few percent above what is written."""
     saved = model.state_dict()  # with both names of a tied weight
     weights = sum(x.numel() * x.element_size() for x in saved.values())
-    copies = len(spec.average) + bool(spec.extrapolate.strength)
-    averages = 4 * copies * sum(p.numel() for p in model.parameters())
-    if spec.optim.slow_share:
-        averages += 4 * sum(p.numel() for p in matrices(optimizer))
     index = PER_TENSOR * STATES * len(saved)
+    averages = average_bytes(spec, model, optimizer)
     return int(1.05 * (weights + state_bytes(optimizer) + averages)) + index
+
+
+def average_bytes(spec: Spec, model: LanguageModel, optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of all averages of weights, displacements and gradients: float32."""
+    copies = len(spec.average) + bool(spec.extrapolate.strength)
+    averages = copies * sum(p.numel() for p in model.parameters())
+    if spec.optim.slow_share:
+        averages += sum(p.numel() for p in matrices(optimizer))
+    return 4 * averages
 
 
 def _plan(model: LanguageModel, o: OptimSpec) -> Plan:

@@ -1,5 +1,5 @@
 """Changes of a training step that are on trial: extrapolation, a slower momentum, a momentum that
-rises and falls, and rows of equal weight. The library has none of them."""
+rises and falls, and tangent gradients without row lengths. The library has none of them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -25,7 +25,7 @@ class Extrapolation:
     E is the average displacement of a step, and b E a move along it: where steps agree over
     1 / (1 - d) steps, each becomes 1 / (1 - b) times as long. b follows the learning rate and is 0
     outside a part of the run. Logged angles are those of the optimizer's steps, without the moves.
-    Without strength it does nothing.
+    With strength=0 it does nothing.
     """
 
     def __init__(self, model: nn.Module, spec: Spec) -> None:
@@ -84,13 +84,13 @@ class Extrapolation:
 class SlowMomentum:
     """A second, slower momentum of the matrices, mixed into the first.
 
-        S <- d S + (1 - d) G,  G <- (1 - a) G + a S
+        S <- d S + (1 - d) G,  G <- (1 - a) G + a S        S starts as the first G
 
     The optimizer's own momentum follows, so its step contains the usual average of gradients by
     1 - a and a slower one by a. S stays in the space of the weights: the optimizer projects it at
     the current point. Row lengths, where Adam moves them, follow the gradient itself. a follows the
-    learning rate: the average remembers long while steps are long, and ends as usual. Its warm-up
-    also covers the steps in which S is still short. Without a share it does nothing.
+    learning rate: the average remembers long while steps are long, and ends as usual. With
+    slow_share=0 it does nothing.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, spec: Spec) -> None:
@@ -99,15 +99,18 @@ class SlowMomentum:
         params = matrices(optimizer) if spec.optim.slow_share else []
         self.parameters = {names[p]: p for p in params}
         self.averages = [torch.zeros_like(p, dtype=torch.float32) for p in params]
+        self.has_begun = False
 
     @torch.no_grad()
     def mix(self, step: int) -> None:
         """Replace the gradients; before the optimizer's step."""
         share = self.spec.optim.slow_share * lr_factor(self.spec, step)
+        newest = 1 - self.spec.optim.slow_decay if self.has_begun else 1.0
+        self.has_begun = True
         for p, average in zip(self.parameters.values(), self.averages, strict=True):
             if p.grad is None:
                 continue
-            average.lerp_(p.grad.to(average.dtype), 1 - self.spec.optim.slow_decay)
+            average.lerp_(p.grad.to(average.dtype), newest)
             change = share * (average - p.grad)
             if self.keeps_lengths:
                 squares = p.square().sum(dim=-1, keepdim=True)
@@ -121,7 +124,8 @@ class SlowMomentum:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Load a state. Where it has none, the average begins with the next step."""
-        if SLOW_GRADIENT in state:
+        self.has_begun = SLOW_GRADIENT in state
+        if self.has_begun:
             for name, value in zip(self.parameters, self.averages, strict=True):
                 value.copy_(state[SLOW_GRADIENT]["weights"][name])
 

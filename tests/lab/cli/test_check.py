@@ -112,7 +112,12 @@ EIGHT_BIT = ["precision=bf16_weights", "optim.state_dtype=int8"]
 
 
 @pytest.mark.parametrize(
-    ("name", "more"), [*((name, []) for name in OPTIMIZER_NAMES), ("muon", EIGHT_BIT)]
+    ("name", "more"),
+    [
+        *((name, []) for name in OPTIMIZER_NAMES),
+        ("muon", EIGHT_BIT),
+        ("muon", ["optim.slow_share=0.5"]),
+    ],
 )
 def test_a_checkpoint_is_as_large_as_computed(
     data: Path, tmp_path: Path, name: str, more: list[str]

@@ -9,7 +9,7 @@ from angular_lab.config.spec import Spec, get, keys
 from angular_lab.experiments.comparison import experiment
 from angular_lab.experiments.definition import SCALES
 from angular_lab.experiments.one_pass import GRIDS, SCHEDULES, STEPS, WHOLE
-from angular_lab.experiments.trials import BASELINE
+from angular_lab.experiments.trials import BASELINE, FURTHER, LONGER
 
 SPECS = {arm.label: arm.spec for arm in experiment("one-pass", "s").arms}
 
@@ -67,6 +67,7 @@ def test_the_whole_corpus_differs_from_a_quarter_in_its_length_and_rates_alone()
 def test_schedules_differ_from_the_method_in_what_they_are_named_for() -> None:
     plan = experiment("one-pass-kappa", "s")
     clock, longer, cosine, flat = plan.arms
+    assert clock.horizons == (STEPS["s"][0], STEPS["s"][-1])
     usual = SPECS["angular_muown, cooldown 50%"]
     assert clock.spec == replace(usual, optim=replace(usual.optim, lr=2.5e-2))
     assert (clock.axis, clock.values[1]) == ("optim.decay_scale", usual.optim.decay_scale)
@@ -129,8 +130,10 @@ def test_trials_differ_from_their_method_in_what_they_are_named_for() -> None:
 
 def test_whole_runs_of_trials_differ_from_quarter_runs_in_length_and_rates_alone() -> None:
     quarter, whole = experiment("trials", "s"), experiment("one-pass-closest", "s")
-    assert [arm.label for arm in quarter.arms] == [arm.label for arm in whole.arms]
-    assert [arm.spec for arm in quarter.arms] == [arm.spec for arm in whole.arms]
+    specs = {arm.label: arm.spec for arm in quarter.arms}
+    assert all(arm.spec == specs[arm.label] for arm in whole.arms)
+    left = specs.keys() - {arm.label for arm in whole.arms}
+    assert left == {f"{LONGER}, {name}" for name in FURTHER}, "not before a quarter shows them best"
     assert (quarter.horizons, whole.horizons) == (STEPS["s"][:1], STEPS["s"][-1:])
     assert whole.seeds == (1, 2, 3, 4)
     assert whole.tuning_seed == 0

@@ -12,7 +12,7 @@ from angular_lab.data.prepare import prepare
 from angular_lab.data.shards import Manifest
 from angular_lab.data.tokenizer import BytesTokenizer
 from angular_lab.experiments.comparison import EXPERIMENTS
-from angular_lab.experiments.definition import Experiment, only_arms
+from angular_lab.experiments.definition import Experiment, only_arms, trained_by
 from angular_lab.sweeps import workers
 from angular_lab.sweeps.sweep import Sweep
 from angular_lab.sweeps.sweep_file import SweepRecord
@@ -116,7 +116,7 @@ def test_only_some_methods_are_trained(
     assert "adamw" not in shown
     assert main([*words, "--only", "*kappa*"]) == 0
     text = capsys.readouterr()
-    assert "0 of 2 trials done" in text.err
+    assert "0 of 2 trials done, of 1 of 2 methods; data: " in text.err
     assert text.out.count("loss") == 1, "a method that was not trained has no outcome"
     record = SweepRecord.read(tmp_path / "sweeps" / "small-nano.json")
     assert {trial.arm for trial in record.trials} == {"angular_muown, kappa = 1"}
@@ -145,9 +145,29 @@ def test_only_trains_what_a_variant_needs(plan: Experiment) -> None:
 def test_only_names_the_methods_that_there_are(
     plan: Experiment, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    assert main([command, "small", "--out", str(tmp_path), "--only", "muon"]) == 2
-    expected = "--only 'muon': no such method in small; it has adamw; angular_muown, kappa = 1"
+    words = [command, "small", "--out", str(tmp_path), "--only"]
+    assert main([*words, "soap"]) == 2
+    expected = "--only 'soap': no such method in small; it has adamw; angular_muown, kappa = 1"
     assert expected in capsys.readouterr().err
+    assert main([*words, "angular_muown"]) == 2
+    assert "matches whole names: did you mean '*angular_muown*'?" in capsys.readouterr().err
+
+
+def test_only_settles_pairs_that_are_trained(
+    plan: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """A pair of which one method is left out gets no seed and no verdict."""
+    muon = replace(plan.arms[1], label="muon", spec=trained_by(plan.arms[1].spec, "muon"))
+    three = replace(plan, arms=(*plan.arms, muon), ours=plan.arms[1].label)
+    monkeypatch.setitem(EXPERIMENTS, "small", lambda _: three)
+    words = ["sweep", "small", "--out", str(tmp_path), "--device", "cpu"]
+    settled = ["--until", "settled", "--max-seeds", "3"]
+    assert main([*words, "--only", "muon", *settled]) == 2
+    assert "--only leaves no two methods that small compares" in capsys.readouterr().err
+    assert main([*words, "--only", "muon", "--only", "*kappa*", *settled]) in (0, 75)
+    out = capsys.readouterr().out
+    assert "angular_muown, kappa = 1 below muon: " in out
+    assert "adamw" not in out
 
 
 @pytest.mark.parametrize("command", ["sweep", "submit"])

@@ -233,7 +233,7 @@ def test_the_step_is_that_of_two_momenta() -> None:
     expected = model.weight.detach().clone()
     optimizer = Muon([model.weight], lr=0.1, weight_decay=0.0, momentum=0.8, orthogonalize="svd")
     slow = SlowMomentum(model, optimizer, SLOW)
-    S = M = torch.zeros(4, 6)
+    S, M = gradients((4, 6), 0), torch.zeros(4, 6)
     for step in range(SLOW.steps):
         G = gradients((4, 6), step)
         model.weight.grad = G.clone()
@@ -256,7 +256,7 @@ def test_row_lengths_follow_the_gradient_itself() -> None:
     W = model.weight.detach()
     W[1] = 0.0  # a zero row has no direction to keep
     slow = SlowMomentum(model, AngularMuown([model.weight], lr=0.1), spec)
-    S = torch.zeros(4, 6)
+    S = gradients((4, 6), 0)
     for step in range(3):
         G = gradients((4, 6), step)
         model.weight.grad = G.clone()
@@ -280,7 +280,7 @@ def test_without_a_share_no_gradient_changes() -> None:
 
 
 @pytest.mark.parametrize("optim", [{"slow_share": 0.5}, {"nesterov": False}, {"split_heads": True}])
-def test_it_changes_a_run_from_its_second_step_on(data: Path, tmp_path: Path, optim) -> None:
+def test_each_setting_changes_a_run(data: Path, tmp_path: Path, optim) -> None:
     spec = tiny(data)
     train(spec, tmp_path / "usual")
     train(replace(spec, optim=replace(spec.optim, **optim)), tmp_path / "changed")
