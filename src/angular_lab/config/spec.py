@@ -50,7 +50,7 @@ class OptimSpec:
     angles: tuple[str, ...] = ()  # pattern=factor: the lr of some matrices, relative to lr
     equal_rows: bool = False  # orthogonalize the tangent gradient without the factor of row lengths
     momentum: float = 0.95  # of the matrices
-    nesterov: bool = True  # the momentum counts the newest gradient once more
+    nesterov: bool = True  # look ahead: step along T + momentum M, not along M
     momentum_start: float | None = None  # where it starts and ends; none: it stays constant
     momentum_ramp: int = 300  # steps from momentum_start to momentum, and back at the end
     slow_share: float = 0.0  # weight of a slow average in the gradient, at the full lr; 0: none
