@@ -75,10 +75,6 @@ class Plan:
         return sum(p.numel() for p in self.model.parameters())
 
     @property
-    def average_bytes(self) -> int:
-        return 4 * self.parameters * len(self.spec.average)
-
-    @property
     def checkpoint_bytes(self) -> int:
         return build.checkpoint_bytes(self.spec, self.model, self.optimizer)
 
@@ -249,8 +245,7 @@ def _state(plan: Plan) -> Iterator[Finding]:
     """Refuse what cannot fit, whatever the activations take."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and plan.spec.parallel == "fsdp":
         return  # each rank has a share
-    weights = build.weight_bytes(plan.model)
-    needed = 2 * weights + build.state_bytes(plan.optimizer) + plan.average_bytes
+    needed = build.training_bytes(plan.spec, plan.model, plan.optimizer)
     available = device_memory(plan.device)
     text = f"{short_bytes(needed)} for weights, gradients and the optimizer's state"
     if available is not None and needed > available:

@@ -7,7 +7,6 @@ import torch
 
 from angular_lab.config.spec import Spec
 from angular_lab.data.passes import describe_passes
-from angular_lab.models import LanguageModel
 from angular_lab.text import estimated_time
 from angular_lab.training import build
 from angular_lab.training.progress import peak_flops
@@ -33,7 +32,7 @@ def describe(spec: Spec) -> str:
         f"tokens       {tokens:,} ({spec.steps:,} steps of {spec.tokens_per_step:,})",
         f"text         {_text(spec)}",
         f"operations   {flops:.3g} FLOP ({model.flops_per_token():.4g} per token)",
-        f"memory       {_bytes(model, optimizer, spec) / 2**30:.2f} GiB for weights, "
+        f"memory       {build.training_bytes(spec, model, optimizer) / 2**30:.2f} GiB for weights, "
         "gradients and state; activations on top",
         f"time         {estimated_time(flops / rate)} at {rate / 1e12:.3g} TFLOP/s ({source})",
     ]
@@ -62,13 +61,6 @@ def _plan(optimizer: torch.optim.Optimizer) -> str:
             f"lr {group['lr']:g}, weight decay {group['weight_decay']:g}; first {names[0]}"
         )
     return f"{type(optimizer).__name__}\n" + "\n".join(f"  {row}" for row in rows)
-
-
-def _bytes(model: LanguageModel, optimizer: torch.optim.Optimizer, spec: Spec) -> int:
-    """Return the bytes of weights, gradients, the optimizer's state and averages."""
-    weights = 2 + bool(spec.extrapolate.strength)  # with gradients, and those before the move
-    averages = build.average_bytes(spec, model, optimizer)
-    return weights * build.weight_bytes(model) + build.state_bytes(optimizer) + averages
 
 
 def rate_here() -> tuple[float, str]:

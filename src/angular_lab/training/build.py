@@ -33,7 +33,7 @@ OPTIMIZERS = {
 OPTIMIZER_NAMES = ("adamw", *OPTIMIZERS)
 # not every optimizer has these
 SPECIAL = ("radius", "radius_lr", "row_beta", "tangent_steps", "state_dtype", "nesterov")
-# of AdamW's, which has no matrices
+# of hidden matrices, which AdamW does not tell from other parameters
 OF_MATRICES = ("momentum_start", "slow_share", "split_heads")
 
 
@@ -196,6 +196,13 @@ def checkpoint_bytes(spec: Spec, model: LanguageModel, optimizer: torch.optim.Op
     index = PER_TENSOR * STATES * len(saved)
     averages = average_bytes(spec, model, optimizer)
     return int(1.05 * (weights + state_bytes(optimizer) + averages)) + index
+
+
+def training_bytes(spec: Spec, model: LanguageModel, optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of weights, gradients, the optimizer's state and averages."""
+    weights = 2 + bool(spec.extrapolate.strength)  # with gradients, and the weights before a move
+    averages = average_bytes(spec, model, optimizer)
+    return weights * weight_bytes(model) + state_bytes(optimizer) + averages
 
 
 def average_bytes(spec: Spec, model: LanguageModel, optimizer: torch.optim.Optimizer) -> int:

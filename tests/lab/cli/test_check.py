@@ -146,6 +146,21 @@ def test_sixteen_and_eight_bits_need_less(data: Path, tmp_path: Path) -> None:
     assert 2 * matrices < states[0] - states[1] < 3 * matrices
 
 
+def test_what_a_trial_keeps_in_memory_counts(data: Path) -> None:
+    """Extrapolation: weights before the move, and displacements. A slow average: gradients."""
+    settings = {"usual": [], "average": ["average=0.5"], "ahead": ["extrapolate.strength=0.5"],
+                "slow": ["optim.slow_share=0.5"]}  # fmt: skip
+    size, parts = {}, {name: override(sound(data), words) for name, words in settings.items()}
+    for name, spec in parts.items():
+        model, optimizer = build.without_memory(spec)
+        size[name] = build.training_bytes(spec, model, optimizer)
+    weights = build.weight_bytes(model)
+    assert size["average"] - size["usual"] == weights
+    assert size["ahead"] - size["usual"] == 2 * weights
+    matrices = sum(p.numel() for p in build.matrices(optimizer))
+    assert size["slow"] - size["usual"] == 4 * matrices
+
+
 def test_a_folder_without_tokens_is_an_error_of_its_own(data: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     spec = override(sound(data), [f"data={tmp_path / 'empty'}"])
