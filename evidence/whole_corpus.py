@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from angular_lab.experiments.one_pass import LINEAR, LONG, SCHEDULES
-from angular_lab.experiments.statistics import Curve, Verdict, verdict
+from angular_lab.experiments.statistics import Curve, Verdict, tokens_on_line, verdict
 from angular_lab.report.read import SweepResults
 from evidence.dots import DotFigure, DotRow
 from evidence.kept import OURS, Kept, Rows
@@ -136,11 +136,10 @@ class WholeCorpus:
     def fewer_tokens(self, lead: float) -> float:
         """Return how many times fewer tokens AngularMuown needs for a loss that is higher by
         `lead`, below 1 if more: linear in the logarithm of tokens between horizons, and beyond."""
-        (last, final), first = self.curve[-1], self.curve[0]
-        for (steps, loss), (later, lower) in reversed([*pairwise(self.curve)]):
-            if final + lead <= loss or steps == first[0]:
-                share = (loss - final - lead) / (loss - lower)
-                return last / (steps * (later / steps) ** share)
+        (last, final), (first, _) = self.curve[-1], self.curve[0]
+        for before, after in reversed([*pairwise(self.curve)]):
+            if final + lead <= before[1] or before[0] == first:
+                return last / tokens_on_line(before, after, final + lead)
         raise ValueError(f"one horizon makes no curve: {self.curve}")
 
     def neighbour_costs(self) -> dict[str, float]:

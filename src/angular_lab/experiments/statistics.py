@@ -16,7 +16,8 @@ from typing import Literal
 from angular_lab.experiments.published import SPEEDRUN_MARGIN, SPEEDRUN_TARGET
 from angular_lab.text import counted
 
-Curve = Sequence[tuple[float, float]]  # (tokens, cooled-down loss), by tokens
+Point = tuple[float, float]  # tokens, cooled-down loss
+Curve = Sequence[Point]  # by tokens
 # missed: the measured size of an effect is below the claimed one
 Outcome = Literal["holds", "reversed", "inconclusive", "missed"]
 Side = Literal["below", "above"]
@@ -107,10 +108,15 @@ def tokens_to_reach(curve: Curve, loss: float) -> float | None:
         if reached == loss:
             return tokens
         if reached < loss:
-            before, higher = curve[i - 1]
-            share = (higher - loss) / (higher - reached)
-            return before * (tokens / before) ** share
+            return tokens_on_line(curve[i - 1], (tokens, reached), loss)
     return None
+
+
+def tokens_on_line(a: Point, b: Point, loss: float) -> float:
+    """Return the tokens at which the line through two points of a curve has this loss, linear in
+    log(tokens). Outside of the two, this is extrapolation."""
+    (tokens, higher), (later, lower) = a, b
+    return tokens * (later / tokens) ** ((higher - loss) / (higher - lower))
 
 
 def speed_up(ours: Curve, reference: Curve) -> float | None:
