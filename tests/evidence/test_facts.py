@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from angular_lab.experiments import one_pass
 from angular_lab.experiments.comparison import EXPERIMENTS
 from angular_lab.experiments.definition import TUNED_AT_S
 from angular_lab.run_folder import Run
@@ -216,3 +217,9 @@ def test_views_of_a_sweep_have_names_of_their_own(kept: Kept) -> None:
     names = {name.removeprefix("verdicts-") for name in verdicts.tables(kept)} - kept.sweeps.keys()
     assert "one-pass-schedules" in names
     assert not names & EXPERIMENTS.keys()
+
+
+def test_plans_hold_the_learning_rates_that_the_whole_corpus_chose(kept: Kept) -> None:
+    best = whole_corpus.WholeCorpus(kept).best
+    assert best[whole_corpus.OURS].lr == one_pass.OURS_RATE
+    assert best["adamw"].lr == one_pass.ADAMW_RATE

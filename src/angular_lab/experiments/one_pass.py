@@ -87,6 +87,8 @@ WHOLE: Grids = (
     ("hyperball", LINEAR, (6.3e-3, 1e-2, 1.6e-2)),
 )
 
+# The best over all of the corpus after a cooldown of 50%, and at a quarter of it as well.
+OURS_RATE, ADAMW_RATE = 2.5e-2, 1.25e-3
 # A larger model: the closest methods, each under its best schedule. At scale s a step has twice
 # the tokens of model S.
 LARGER: Grids = (
@@ -132,13 +134,11 @@ def one_pass_long(scale: str) -> Experiment:
 
 def horizons(scale: str) -> Experiment:
     """Cool down earlier, off one trunk: how many tokens a method needs for another one's loss."""
-    best = ((OURS, LONG, (2.5e-2,)), ("adamw", LONG, (1.25e-3,)))
-    title, arms = "Corpus read once: half and three quarters of it", _arms(scale, best)
-    steps, seeds, ours = STEPS[scale][1:3], SEEDS[scale], arms[0].label
-    chosen_on = tuning_seed(scale)
+    arms = _arms(scale, ((OURS, LONG, (OURS_RATE,)), ("adamw", LONG, (ADAMW_RATE,))))
     return Experiment(
-        "one-pass-horizons", scale, title, arms, steps, seeds, ours, tuning_seed=chosen_on
-    )
+        "one-pass-horizons", scale, "Corpus read once: half and three quarters of it", arms,
+        STEPS[scale][1:3], SEEDS[scale], arms[0].label, tuning_seed=tuning_seed(scale),
+    )  # fmt: skip
 
 
 def kappa(scale: str) -> Experiment:
@@ -146,7 +146,7 @@ def kappa(scale: str) -> Experiment:
     quarter of the corpus and over all of it; a longer cooldown and cosine, at a quarter."""
     longer, flat = spec_of(scale, OURS, LONG), spec_of(scale, KAPPA_1, LINEAR)
     rates = (1.6e-2, 2.5e-2, 4e-2)
-    clock = replace(longer, optim=replace(longer.optim, lr=rates[1]))
+    clock = replace(longer, optim=replace(longer.optim, lr=OURS_RATE))
     quarter, *_, whole = STEPS[scale]
     arms = (
         Arm(
@@ -167,11 +167,10 @@ def _falling(spec: Spec, **changes: Any) -> Spec:
 
 def larger(scale: str) -> Experiment:
     """Choose learning rates of the larger model at a quarter of the corpus, on one seed."""
-    arms = []
-    for method, schedule, rates in LARGER:
-        spec, usual = spec_of(scale, method, schedule), larger_model(scale)
-        spec = replace(spec, model=usual.model, eval_every=LARGER_STEPS[scale])
-        arms.append(Arm(f"{method}, {schedule}", spec, rates))
+    steps, model = LARGER_STEPS[scale], larger_model(scale).model
+    arms = tuple(
+        replace(arm, spec=replace(arm.spec, model=model, eval_every=steps))
+        for arm in _arms(scale, LARGER)
+    )
     title, seeds = "Corpus read once: learning rates of a larger model", SEEDS[scale][:1]
-    steps, ours = (LARGER_STEPS[scale],), arms[0].label
-    return Experiment("one-pass-larger", scale, title, tuple(arms), steps, seeds, ours)
+    return Experiment("one-pass-larger", scale, title, arms, (steps,), seeds, arms[0].label)

@@ -9,10 +9,17 @@ from typing import Any
 
 from angular_lab.config.spec import ExtrapolateSpec, Spec
 from angular_lab.experiments.definition import OURS, SEEDS, Arm, Experiment, tuning_seed
-from angular_lab.experiments.one_pass import DECAYED, LINEAR, LONG, STEPS, spec_of
+from angular_lab.experiments.one_pass import (
+    ADAMW_RATE,
+    DECAYED,
+    LINEAR,
+    LONG,
+    OURS_RATE,
+    STEPS,
+    spec_of,
+)
 
-RATE = 2.5e-2  # AngularMuown's best under this schedule, at a quarter of the corpus and over all
-LOWER = 1.6e-2  # the next one of its grid
+LOWER = 1.6e-2  # the next learning rate of AngularMuown's grid below its best
 AVERAGES = (0.03, 0.1)  # windows, as shares of the steps; evaluating them changes no run
 STRENGTHS = (0.3, 0.6)  # of two published uses of EMA-Nesterov
 # The auxiliary AdamW remembers longer, and the momentum rises from 0.85 and falls back.
@@ -20,8 +27,9 @@ MEMORY, RAMP = {"aux_beta2": 0.99}, {"momentum_start": 0.85}
 # What writes into the residual stream turns less: the attention's output, and the second of an MLP.
 ROLES = ("*.attn.out.weight=0.7", "*.mlp.down.weight=0.33")
 LONGER = "aux_beta2 0.99, momentum from 0.85"
-# What is tried on top of that: a slower momentum, by the share that entries of the public speedrun
-# give it and by half of it; heads as matrices of their own; the learning rate of embeddings.
+# What is tried on top of that: a slower momentum, by a share that raises the mean age of the
+# gradients in a step from 20 steps to about 50, and by half of it; heads as matrices of their own;
+# the learning rate of embeddings.
 FURTHER: dict[str, dict[str, Any]] = {
     "slow_share 0.56": {"slow_share": 0.56},
     "slow_share 0.28": {"slow_share": 0.28},
@@ -42,7 +50,7 @@ COMPETITORS = (
     (DECAYED, LINEAR, 1.6e-2, 6e-3),
     (DECAYED, LONG, 6e-3, 4e-3),
     ("muon", LINEAR, 1e-2, 8e-3),
-    ("adamw", LONG, 1.25e-3, 1.25e-3),
+    ("adamw", LONG, ADAMW_RATE, ADAMW_RATE),
 )
 
 
@@ -70,10 +78,10 @@ def _ours(scale: str) -> tuple[Arm, ...]:
         "aux_beta2 0.999, momentum from 0.85": _changed(usual, scale, aux_beta2=0.999, **RAMP),
     }
     return (
-        Arm(BASELINE, usual, (RATE,)),
-        *(Arm(label, spec, (RATE,)) for label, spec in longer.items()),
+        Arm(BASELINE, usual, (OURS_RATE,)),
+        *(Arm(label, spec, (OURS_RATE,)) for label, spec in longer.items()),
         *(Arm(f"{label}, lr {LOWER:g}", spec, (LOWER,)) for label, spec in longer.items()),
-        *(Arm(label, spec, (RATE,)) for label, spec in others.items()),
+        *(Arm(label, spec, (OURS_RATE,)) for label, spec in others.items()),
     )
 
 
@@ -81,7 +89,7 @@ def _further(scale: str) -> tuple[Arm, ...]:
     """Return what is tried on top of the best trial."""
     usual = spec_of(scale, OURS, LONG)
     return tuple(
-        Arm(f"{LONGER}, {name}", _changed(usual, scale, **MEMORY, **RAMP, **changes), (RATE,))
+        Arm(f"{LONGER}, {name}", _changed(usual, scale, **MEMORY, **RAMP, **changes), (OURS_RATE,))
         for name, changes in FURTHER.items()
     )
 
