@@ -33,7 +33,7 @@ def stored(M: np.ndarray, step: int) -> np.ndarray:
 
 def drawn(i: int, j: int, seed: int) -> int:
     """Return 24 random bits: columns 2k and 2k + 1 begin with the low and the high half of a
-    number, and go on with bits of the other half."""
+    number, and continue with bits of the other half."""
     x = (hashed(i + seed) + j // 2 * 0x9E3779B9) & 0xFFFFFFFF
     x = (x ^ x >> 15) * 0x846CA68B & 0xFFFFFFFF
     low, high = x & 0xFFFF, x >> 16

@@ -118,6 +118,17 @@ def test_the_noise_is_uniform_and_independent() -> None:
         assert abs(r) < 5 / u.numel() ** 0.5, name
 
 
+@pytest.mark.parametrize("columns", [slice(None), slice(0, None, 2), slice(1, None, 2)])
+def test_distant_columns_are_nearly_independent(columns: slice) -> None:
+    """Autocorrelation within rows at every distance, of all columns and of either half of pairs."""
+    u = paired_noise(torch.empty(512, 8192), SALT)[:, columns].double() / 2**24 - 0.5
+    n = u.shape[1]
+    power = torch.fft.rfft(u, 2 * n).abs().square().sum(dim=0)
+    products = torch.fft.irfft(power)[1 : n // 2]
+    pairs = 512 * (n - torch.arange(1, n // 2))
+    assert (12 * products / pairs).abs().max() < 0.025  # 1/12: the variance of uniform noise
+
+
 # steps
 
 
