@@ -135,6 +135,26 @@ def test_a_dry_run_lists_the_pairs_that_it_trains(tmp_path: Path, capsys) -> Non
     assert expected in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["sweep", "submit"])
+def test_what_is_not_trained_does_not_count(
+    plan: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, command: str
+) -> None:
+    """A method that reads the corpus too often may stay in the plan; the cost is without it."""
+    few = prepare_few(tmp_path / "data")
+    longer, short = replace(plan.arms[0], horizons=(LONG,)), plan.arms[1]
+    both = replace(plan, arms=(longer, short))
+    monkeypatch.setitem(EXPERIMENTS, "small", lambda _: both)
+    words = [command, "small", "--out", str(tmp_path), "--data", str(tmp_path / "data")]
+    words += ["--dry-run", *(["--time", "1h"] if command == "submit" else [])]
+    assert main(words) == 2
+    assert "and --passes allows 1" in capsys.readouterr().err
+    assert main([*words, "--only", short.label]) == 0
+    tokens = 4 * short.spec.tokens_per_step
+    assert tokens < few
+    if command == "submit":
+        assert f"longest trial: {tokens:.3g} tokens, " in capsys.readouterr().out
+
+
 def test_only_trains_what_a_variant_needs(plan: Experiment) -> None:
     variant = replace(plan.arms[1], label="adamw, cooldown 50%", variant_of="adamw")
     both = replace(plan, arms=(*plan.arms, variant))
