@@ -41,6 +41,12 @@ def _longer(row: dict[str, Any], dtype: str = EIGHT) -> float:
     return row["times"][dtype]["ms"] / row["times"]["float32"]["ms"] - 1
 
 
+def _between_quartiles(times: dict[str, Any]) -> float:
+    """Return the distance between the quartiles of rounds, as a share of their median."""
+    low, _, high = times["quartiles"]
+    return (high - low) / times["ms"]
+
+
 def _momentum_facts() -> Facts:
     rows = _measured()
     longer = {
@@ -54,13 +60,14 @@ def _momentum_facts() -> Facts:
         )
         for weights in WEIGHTS
     }
-    reached = {shapes for shapes, _ in rows} - {
-        shapes for (shapes, _), row in rows.items() if _longer(row) > 0
-    }
     return {
         "longer": longer,
         "saved": saved,
-        "only_moe_is_reached": reached == {"moe1.1b"},
+        "int8_is_no_slower": longer[EIGHT]["max"] <= 0,
+        "bf16_is_fastest": all(_longer(row, "bfloat16") < _longer(row) for row in rows.values()),
+        "between_rounds": max(
+            _between_quartiles(times) for row in rows.values() for times in row["times"].values()
+        ),
         "compiled": _compiled_facts(),
     }
 
