@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from math import isclose
 
 import pytest
 
@@ -223,3 +224,16 @@ def test_plans_hold_the_learning_rates_that_the_whole_corpus_chose(kept: Kept) -
     best = whole_corpus.WholeCorpus(kept).best
     assert best[whole_corpus.OURS].lr == one_pass.OURS_RATE
     assert best["adamw"].lr == one_pass.ADAMW_RATE
+
+
+def test_plans_hold_what_a_quarter_of_the_corpus_chose(kept: Kept) -> None:
+    """Every method under its best schedule, each at its best learning rate."""
+    sweep = kept.sweeps["one-pass"]
+    [horizon] = sweep.horizons
+    losses = {label: sweep.finals(label, horizon)[0] for label in sweep.best}
+    for method in {label.rpartition(", ")[0] for label in losses}:
+        schedules = [s for s in one_pass.SCHEDULES if f"{method}, {s}" in losses]
+        best = min(schedules, key=lambda schedule: losses[f"{method}, {schedule}"])
+        assert (method, best) in one_pass.AT_A_QUARTER
+    for (method, schedule), lr in one_pass.AT_A_QUARTER.items():
+        assert isclose(sweep.best[f"{method}, {schedule}"].lr, lr)

@@ -155,6 +155,7 @@ EXPERIMENTS: dict[str, Callable[[str], Experiment]] = {
     "schedules": extensions.schedules,
     "storage": extensions.storage,
     "one-pass": one_pass.one_pass,
+    "one-pass-quarter": one_pass.quarter,
     "one-pass-long": one_pass.one_pass_long,
     "one-pass-kappa": one_pass.kappa,
     "one-pass-horizons": one_pass.horizons,

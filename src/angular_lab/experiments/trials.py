@@ -11,6 +11,7 @@ from angular_lab.config.spec import ExtrapolateSpec, Spec
 from angular_lab.experiments.definition import OURS, SEEDS, Arm, Experiment, tuning_seed
 from angular_lab.experiments.one_pass import (
     ADAMW_RATE,
+    AT_A_QUARTER,
     DECAYED,
     LINEAR,
     LONG,
@@ -45,13 +46,13 @@ FURTHER: dict[str, dict[str, Any]] = {
 ALONE = tuple(f"extrapolation {strength:g}" for strength in STRENGTHS)
 STACK = f"{ALONE[1]}, {LONGER}"
 BASELINE = f"{OURS}, {LONG}"
-# The closest competitors, and their best learning rates at a quarter of the corpus and over all.
-COMPETITORS = (
-    (DECAYED, LINEAR, 1.6e-2, 6e-3),
-    (DECAYED, LONG, 6e-3, 4e-3),
-    ("muon", LINEAR, 1e-2, 8e-3),
-    ("adamw", LONG, ADAMW_RATE, ADAMW_RATE),
-)
+# The closest competitors, and their best learning rates over all of the corpus.
+COMPETITORS = {
+    (DECAYED, LINEAR): 6e-3,
+    (DECAYED, LONG): 4e-3,
+    ("muon", LINEAR): 8e-3,
+    ("adamw", LONG): ADAMW_RATE,
+}
 
 
 def _changed(spec: Spec, scale: str, strength: float = 0.0, **changes: Any) -> Spec:
@@ -97,11 +98,11 @@ def _further(scale: str) -> tuple[Arm, ...]:
 def _competitors(scale: str, whole: bool) -> list[tuple[Arm, Arm]]:
     """Return competitors as they are, each with what helped ours: it may help them as well."""
     arms = []
-    for method, schedule, *rates in COMPETITORS:
+    for (method, schedule), lr in COMPETITORS.items():
         spec, label = spec_of(scale, method, schedule), f"{method}, {schedule}"
         ramp, name = (RAMP, LONGER) if method != "adamw" else ({}, "aux_beta2 0.99")
         changed = _changed(spec, scale, **MEMORY, **ramp)
-        values = (rates[whole],)
+        values = (lr if whole else AT_A_QUARTER[method, schedule],)
         arms.append((Arm(label, spec, values), Arm(f"{label}, {name}", changed, values)))
     return arms
 

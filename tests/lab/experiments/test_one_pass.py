@@ -64,6 +64,17 @@ def test_the_whole_corpus_differs_from_a_quarter_in_its_length_and_rates_alone()
     assert {method for method, _, _ in WHOLE} == {method for method, _, _ in GRIDS}
 
 
+def test_a_quarter_is_judged_on_seeds_that_chose_nothing() -> None:
+    plan = experiment("one-pass-quarter", "s")
+    assert plan.horizons == experiment("one-pass", "s").horizons
+    assert plan.tuning_seed == 0
+    assert plan.seeds == (1, 2, 3, 4)
+    assert all(arm.spec == SPECS[arm.label] for arm in plan.arms)
+    methods = {arm.label.rpartition(", ")[0] for arm in plan.arms}
+    assert methods == {method for method, _, _ in GRIDS}
+    assert {other for _, other in plan.pairs} == {arm.label for arm in plan.arms[1:]}
+
+
 def test_schedules_differ_from_the_method_in_what_they_are_named_for() -> None:
     plan = experiment("one-pass-kappa", "s")
     clock, longer, cosine, flat = plan.arms
