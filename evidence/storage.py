@@ -41,14 +41,15 @@ def _longer(row: dict[str, Any], dtype: str = EIGHT) -> float:
     return row["times"][dtype]["ms"] / row["times"]["float32"]["ms"] - 1
 
 
-def _between_quartiles(times: dict[str, Any]) -> float:
-    """Return the distance between the quartiles of rounds, as a share of their median."""
-    low, _, high = times["quartiles"]
-    return (high - low) / times["ms"]
+def _shorter_rounds(row: dict[str, Any]) -> int:
+    """Count the rounds in which steps were shorter than with a float32 momentum."""
+    rounds = (row["times"][dtype]["rounds"] for dtype in (EIGHT, "float32"))
+    return sum(a < b for a, b in zip(*rounds, strict=True))
 
 
 def _momentum_facts() -> Facts:
     rows = _measured()
+    shorter = {key: _shorter_rounds(row) for key, row in rows.items()}
     longer = {
         dtype: spread(_longer(row, dtype) for row in rows.values()) for dtype in ("bfloat16", EIGHT)
     }
@@ -65,9 +66,10 @@ def _momentum_facts() -> Facts:
         "saved": saved,
         "int8_is_no_slower": longer[EIGHT]["max"] <= 0,
         "bf16_is_fastest": all(_longer(row, "bfloat16") < _longer(row) for row in rows.values()),
-        "between_rounds": max(
-            _between_quartiles(times) for row in rows.values() for times in row["times"].values()
-        ),
+        "shorter_rounds": sum(shorter.values()),
+        "rounds": sum(len(row["times"][EIGHT]["rounds"]) for row in rows.values()),
+        "fewest_shorter_rounds": min(shorter.values()),
+        "moe_bf16_is_level": min(shorter, key=lambda key: shorter[key]) == ("moe1.1b", "bfloat16"),
         "compiled": _compiled_facts(),
     }
 
