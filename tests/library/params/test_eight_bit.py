@@ -390,5 +390,6 @@ def test_a_plan_shows_the_bytes() -> None:
         opt = AngularMuown.for_model(model, lr=0.02, head="2.*", state_dtype=dtype)
         assert opt.plan.state_bytes is not None
         sizes.append(opt.plan.state_bytes["0.weight"])
+        assert f"{sizes[-1] / (128 * 64):.2f}" in str(opt.plan), "bytes per element"
     counter = 4
     assert sizes == [128 * 64 * 4 + 128 * 8 + counter, 128 * 64 + 128 * 12 + counter]
