@@ -46,6 +46,11 @@ FURTHER: dict[str, dict[str, Any]] = {
 ALONE = tuple(f"extrapolation {strength:g}" for strength in STRENGTHS)
 STACK = f"{ALONE[1]}, {LONGER}"
 BASELINE = f"{OURS}, {LONG}"
+# The same for AdamW, which has no momentum of matrices: for its other parameters, or for all.
+FOR_ADAMW: dict[str, dict[str, Any]] = {
+    "aux_beta2 0.99": MEMORY,
+    "all beta2 0.99": {"beta2": MEMORY["aux_beta2"]},
+}
 # The closest competitors, and their best learning rates over all of the corpus.
 COMPETITORS = {
     (DECAYED, LINEAR): 6e-3,
@@ -95,15 +100,18 @@ def _further(scale: str) -> tuple[Arm, ...]:
     )
 
 
-def _competitors(scale: str, whole: bool) -> list[tuple[Arm, Arm]]:
+def _competitors(scale: str, whole: bool) -> list[tuple[Arm, list[Arm]]]:
     """Return competitors as they are, each with what helped ours: it may help them as well."""
     arms = []
     for (method, schedule), lr in COMPETITORS.items():
         spec, label = spec_of(scale, method, schedule), f"{method}, {schedule}"
-        ramp, name = (RAMP, LONGER) if method != "adamw" else ({}, "aux_beta2 0.99")
-        changed = _changed(spec, scale, **MEMORY, **ramp)
         values = (lr if whole else AT_A_QUARTER[method, schedule],)
-        arms.append((Arm(label, spec, values), Arm(f"{label}, {name}", changed, values)))
+        changes = FOR_ADAMW if method == "adamw" else {LONGER: MEMORY | RAMP}
+        changed = [
+            Arm(f"{label}, {name}", _changed(spec, scale, **settings), values)
+            for name, settings in changes.items()
+        ]
+        arms.append((Arm(label, spec, values), changed))
     return arms
 
 
@@ -115,14 +123,15 @@ def _reference(label: str) -> str:
 def _plan(name: str, scale: str, title: str, seeds: tuple[int, ...], whole: bool) -> Experiment:
     ours = _ours(scale) if whole else (*_ours(scale), *_further(scale))
     competitors = _competitors(scale, whole)
+    as_usual = [usual for usual, _ in competitors]
+    changed = [(arm, usual) for usual, arms in competitors for arm in arms]
     pairs = (
-        *((BASELINE, usual.label) for usual, _ in competitors),
+        *((BASELINE, usual.label) for usual in as_usual),
         *((arm.label, _reference(arm.label)) for arm in ours[1:]),
-        *((changed.label, usual.label) for usual, changed in competitors),
-        *((LONGER, changed.label) for _, changed in competitors),
+        *((arm.label, usual.label) for arm, usual in changed),
+        *((LONGER, arm.label) for arm, _ in changed),
     )
-    as_usual, changed = zip(*competitors, strict=True)
-    arms = (ours[0], *as_usual, *ours[1:], *changed)
+    arms = (ours[0], *as_usual, *ours[1:], *(arm for arm, _ in changed))
     horizon = STEPS[scale][-1 if whole else 0]
     chosen_on = tuning_seed(scale) if whole else None
     return Experiment(

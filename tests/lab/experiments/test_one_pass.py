@@ -110,6 +110,7 @@ def test_the_larger_model_reads_as_much_as_a_quarter() -> None:
 NAMED = {  # what a label says, and the setting that it stands for
     "extrapolation": "extrapolate.strength",
     "aux_beta2": "optim.aux_beta2",
+    "all beta2": "optim.beta2",
     "momentum from": "optim.momentum_start",
     "momentum 0": "optim.momentum",
     "angles of": "optim.angles",
