@@ -43,7 +43,7 @@ class DotFigure:
         values = [loss for row in rows for loss in row.losses.values()]
         margin = 0.04 * (max(values) - min(values))
         self.low, self.high = min(values) - margin, max(values) + margin
-        self.left = max(max(10.5 * len(row.name), 8.8 * len(row.detail)) for row in rows) + 32
+        self.left = max(max(10.5 * len(row.name), 7.4 * len(row.detail)) for row in rows) + 32
         self.bottom = TOP + ROW * len(rows)
 
     def x(self, loss: float) -> float:

@@ -99,6 +99,7 @@ def tables(kept: Kept) -> dict[str, Rows]:
             "goals": whole.goals(),
             "advice": whole_corpus.advice(kept),
             "grids": whole_corpus.grids(kept),
+            "trials": trials.table(kept),
             "results": main.table(),
             "schedules-and-kappa": once.schedules_and_kappa(),
             "state-bytes": memory.table(),

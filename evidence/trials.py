@@ -1,29 +1,87 @@
 """Trials: changes of the training, and what they cost or gain on text read once."""
 
 from angular_lab.experiments import trials
-from evidence.kept import Kept
+from angular_lab.experiments.statistics import verdict
+from angular_lab.report.read import SweepResults
+from evidence.kept import OURS, Kept, Rows
 from evidence.measures import CHOOSER, Facts, judging
+from evidence.titles import title
+from evidence.whole_corpus import WholeCorpus, word
+
+USUAL = "adamw, cooldown 50%"
+SLOWER = [f"{trials.LONGER}, slow_share {share}" for share in ("0.28", "0.56")]
+FOR_SOME, FOR_ALL = (f"{USUAL}, {change}" for change in trials.FOR_ADAMW)
 
 
 def facts(kept: Kept) -> Facts:
-    screening, closest = kept.sweeps["trials"], kept.sweeps["one-pass-closest"]
-    [quarter], [whole] = screening.horizons, closest.horizons
-    losses = {arm: screening.finals(arm, quarter)[CHOOSER] for arm in screening.best}
-    baseline, chosen = losses.pop(trials.BASELINE), losses[trials.LONGER]
+    screening = kept.sweeps["trials"]
+    [quarter] = screening.horizons
+    losses = _losses(screening)
+    baseline, chosen = losses[trials.BASELINE], losses[trials.LONGER]
     extrapolated = {arm: loss for arm, loss in losses.items() if arm.startswith(trials.ALONE)}
     stacked = [loss for arm, loss in extrapolated.items() if arm.startswith(trials.STACK)]
+    later = (f"{trials.LONGER}, ", *competitors())
+    first = [loss for arm, loss in losses.items() if not arm.startswith(later)]
     alone = [loss for loss in extrapolated.values() if loss not in stacked]
-    runs = [screening.at_best(arm)[CHOOSER].ends[quarter].values for arm in losses]
     keys = [f"val_loss_averaged_{window}" for window in trials.AVERAGES]
-    ours, trial = (judging(closest.finals(arm, whole)) for arm in (trials.BASELINE, trials.LONGER))
+    runs = [screening.at_best(arm)[CHOOSER].ends[quarter].values for arm in losses]
+    averaged = [run for run in runs if run(keys[0])]
+    whole = _whole(kept)
     return {
         "trials": {
-            "gain": baseline - chosen,
-            "chosen_is_lower_on_every_seed": all(trial[seed] < ours[seed] for seed in trial),
+            "chosen_is_lowest": chosen == min(first),
+            "adamw_gains_less_with_all": losses[FOR_SOME] < losses[FOR_ALL] < losses[USUAL],
+            "separate_heads_are_lower": losses[f"{trials.LONGER}, split_heads"] < chosen,
+            "slower_momentum_is_worse": losses[SLOWER[1]] > losses[SLOWER[0]] > chosen,
             "extrapolation_is_worse": min(alone) > baseline and min(stacked) > chosen,
             "longer_momentum_is_worse": losses["momentum 0.975, lr 0.016"] > baseline,
+            "averaged": len(averaged),
             "averages_are_not_lower": all(
-                run(key)[quarter] > run("val_loss")[quarter] for run in runs for key in keys
+                run(key)[quarter] > run("val_loss")[quarter] for run in averaged for key in keys
             ),
+            "chosen_holds_on_four_seeds": (whole["ours"]["outcome"], whole["ours"]["seeds"])
+            == ("holds", 4),
+            "whole": whole,
         }
     }
+
+
+def _losses(sweep: SweepResults) -> dict[str, float]:
+    [horizon] = sweep.horizons
+    return {arm: sweep.finals(arm, horizon)[CHOOSER] for arm in sweep.best}
+
+
+def _whole(kept: Kept) -> Facts:
+    """Return what the best trial gains over the whole corpus, for every method that was run both
+    ways on common seeds."""
+    whole, gains = WholeCorpus(kept), {}
+    for arm in whole.best.values():
+        usual = whole.arms.get((arm.method, arm.schedule))
+        result = verdict(judging(arm.losses), judging(usual.losses)) if usual else None
+        if arm.change and result and result.paired.mean is not None:
+            name = "ours" if arm.method == OURS else arm.method.partition(",")[0]
+            seeds = len(result.paired.seeds)
+            gains[name] = {"gain": -result.paired.mean, "outcome": word(result), "seeds": seeds}
+    return gains
+
+
+def table(kept: Kept) -> Rows:
+    """Return the trials at a quarter of the corpus, each with what it was compared with."""
+    sweep = kept.sweeps["trials"]
+    losses = _losses(sweep)
+    rows = []
+    for arm, other in sweep.pairs:
+        if {arm, other} <= losses.keys() and arm != trials.BASELINE and other in _bases(arm):
+            against = f"{title(other)}, {losses[other]:.4f}"
+            rows.append([title(arm), f"{losses[arm]:.4f}", against])
+            rows[-1].append(f"{losses[arm] - losses[other]:+.4f}")
+    return [["trial", "loss", "against", "difference"], *rows]
+
+
+def _bases(arm: str) -> set[str]:
+    """Return the arms of which this one is a change."""
+    return {trials.BASELINE, trials.LONGER, *(x for x in competitors() if arm.startswith(x))}
+
+
+def competitors() -> list[str]:
+    return [f"{method}, {schedule}" for method, schedule in trials.COMPETITORS]

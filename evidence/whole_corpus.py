@@ -6,8 +6,10 @@ Arms, seeds and verdicts are those of the kept runs, whichever they are: new run
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from angular_lab.config.spec import Spec
 from angular_lab.experiments.one_pass import LINEAR, LONG, SCHEDULES
 from angular_lab.experiments.statistics import Curve, Verdict, tokens_on_line, verdict
+from angular_lab.experiments.trials import LONGER
 from angular_lab.report.read import SweepResults
 from evidence.dots import DotFigure, DotRow
 from evidence.kept import OURS, Kept, Rows
@@ -26,12 +28,19 @@ FEWER_THAN_ADAMW, FEWER_THAN_NORMUON, VARIANT_GAIN = 1.6, 1.2, 0.01  # the goals
 class Arm:
     """A method under one schedule at its best learning rate; losses by seed."""
 
+    label: str
     method: str
     schedule: str
+    change: str  # what is on trial: settings that differ from the method's own; "": none
+    spec: Spec
     lr: float
     in_grid: bool  # the best learning rate has neighbours on both sides
     losses: BySeed
     training: BySeed
+
+    @property
+    def name(self) -> str:
+        return f"{self.method}, {self.change}" if self.change else self.method
 
     @property
     def is_judged(self) -> bool:
@@ -59,88 +68,86 @@ class WholeCorpus:
         self.sweep = kept.sweeps["one-pass-long"]
         [self.horizon] = self.sweep.horizons
         self.tokens = self.sweep.tokens(self.horizon) or 0.0
-        self.arms: dict[tuple[str, str], Arm] = {}
+        self.arms: dict[tuple[str, str], Arm] = {}  # by name and schedule
         others = [s for s in kept.sweeps.values() if s is not self.sweep and self._is_of_it(s)]
         for sweep in (self.sweep, *others):
             for label in sweep.best:
                 arm = self._arm(sweep, label)
-                key = arm.method, arm.schedule
+                key = arm.name, arm.schedule
                 self.arms[key] = self.arms[key].merged(arm) if key in self.arms else arm
-        self.best: dict[str, Arm] = {}
+        self.best: dict[str, Arm] = {}  # by name, under its best schedule
         for arm in sorted(self.arms.values(), key=lambda arm: arm.choosing_loss):
-            self.best.setdefault(arm.method, arm)
-        self.ours = self.best[OURS]
-        self.curve = self._curve(kept)
+            self.best.setdefault(arm.name, arm)
+        self.ours, self.changed = self.best[OURS], self.best[f"{OURS}, {LONGER}"]
+        self.curves = {arm.name: self._curve(kept, arm) for arm in (self.ours, self.changed)}
 
     def _is_of_it(self, sweep: SweepResults) -> bool:
         same_corpus = sweep.record.data == self.sweep.record.data
         return same_corpus and self.horizon in sweep.horizons
 
     def _arm(self, sweep: SweepResults, label: str) -> Arm:
-        method, _, schedule = label.rpartition(", ")
         spec = sweep.settings(label)
         assert spec is not None
-        if schedule not in SCHEDULES:
-            shares = {share: name for name, share in SCHEDULES.items()}
-            method, schedule = label, shares[round(spec.decay_steps / spec.steps, 2)]
-        if sweep.optimizer(label) == OURS and not method.startswith(OURS):
-            method = f"{OURS}, {method}"
+        shares = {share: name for name, share in SCHEDULES.items()}
+        schedule = shares[round(spec.decay_steps / spec.steps, 2)]
+        method, named, change = label.partition(f", {schedule}")
+        if not named:  # an arm that is named for what it changes about AngularMuown
+            method, change = OURS, label
         in_grid = sweep.has_grid(label) and not sweep.at_edge(label)
         losses = sweep.finals(label, self.horizon)
         training = training_losses(sweep, label, self.horizon)
-        return Arm(method, schedule, sweep.best[label].lr, in_grid, losses, training)
+        change, lr = change.removeprefix(", "), sweep.best[label].lr
+        return Arm(label, method, schedule, change, spec, lr, in_grid, losses, training)
 
-    def _curve(self, kept: Kept) -> Curve:
-        """Return AngularMuown's cooled-down losses by steps, at every horizon that its best
-        settings were run to, on the seed that chose these."""
-        label, losses = f"{OURS}, {self.ours.schedule}", {self.horizon: self.ours.losses[CHOOSER]}
+    def _curve(self, kept: Kept, arm: Arm) -> Curve:
+        """Return an arm's cooled-down losses by steps, at every horizon that it was run to, on the
+        seed that chose; over the whole corpus the mean of the others where that one was not run."""
+        losses = {self.horizon: arm.choosing_loss}
         for sweep in kept.sweeps.values():
-            if sweep.record.data != self.sweep.record.data or not self._is_ours(sweep, label):
+            if sweep.record.data != self.sweep.record.data or not self._has(sweep, arm):
                 continue
             for horizon in sweep.horizons:
-                finals = sweep.finals(label, horizon)
+                finals = sweep.finals(arm.label, horizon)
                 losses |= {horizon: finals[CHOOSER]} if CHOOSER in finals else {}
         return sorted(losses.items())
 
-    def _is_ours(self, sweep: SweepResults, label: str) -> bool:
-        """True if another sweep's arm of this label is the same method on the same model."""
-        spec = sweep.settings(label) if label in sweep.best else None
-        ours = self.sweep.settings(label)
-        return bool(spec and ours) and all(
-            getattr(spec, name) == getattr(ours, name) for name in ("model", "batch", "optim")
+    @staticmethod
+    def _has(sweep: SweepResults, arm: Arm) -> bool:
+        """True if a sweep's arm of the same label is the same method on the same model."""
+        spec = sweep.settings(arm.label) if arm.label in sweep.best else None
+        return spec is not None and all(
+            getattr(spec, name) == getattr(arm.spec, name) for name in ("model", "batch", "optim")
         )
 
     @property
     def others(self) -> list[Arm]:
-        """The other methods, not variants of AngularMuown."""
-        return [arm for method, arm in self.best.items() if not method.startswith(OURS)]
+        """The other methods, as they are and changed; not variants of AngularMuown."""
+        return [arm for arm in self.best.values() if not arm.method.startswith(OURS)]
 
     @property
     def variants(self) -> list[Arm]:
-        return [
-            arm
-            for method, arm in self.best.items()
-            if method.startswith(OURS) and method not in (OURS, FLAT)
-        ]
+        return [arm for arm in self.best.values() if arm.method == OURS and arm.change]
+
+    def reference(self, arm: Arm) -> Arm:
+        """Return the AngularMuown that an arm is compared with: changed if another method is."""
+        return self.changed if arm.change and arm.method != OURS else self.ours
 
     def verdict(self, arm: Arm) -> Verdict:
         """Judge "AngularMuown is lower", each at its best schedule."""
-        return verdict(judging(self.ours.losses), judging(arm.losses))
+        return verdict(judging(self.reference(arm).losses), judging(arm.losses))
 
     def lead(self, arm: Arm) -> float:
         """Return how far AngularMuown is below, on the common seeds that judge; without any, on
         the seed that chose."""
         mean = self.verdict(arm).paired.mean
-        return arm.losses[CHOOSER] - self.ours.losses[CHOOSER] if mean is None else -mean
+        ours = self.reference(arm)
+        return arm.losses[CHOOSER] - ours.losses[CHOOSER] if mean is None else -mean
 
-    def fewer_tokens(self, lead: float) -> float:
-        """Return how many times fewer tokens AngularMuown needs for a loss that is higher by
-        `lead`, below 1 if more: linear in the logarithm of tokens between horizons, and beyond."""
-        (last, final), (first, _) = self.curve[-1], self.curve[0]
-        for before, after in reversed([*pairwise(self.curve)]):
-            if final + lead <= before[1] or before[0] == first:
-                return last / tokens_on_line(before, after, final + lead)
-        raise ValueError(f"one horizon makes no curve: {self.curve}")
+    def fewer_tokens(self, arm: Arm, lead: float | None = None) -> float:
+        """Return how many times fewer tokens AngularMuown needs for an arm's loss, or for a loss
+        that is higher than its own by `lead`; below 1 if more."""
+        curve = self.curves[self.reference(arm).name]
+        return fewer_tokens(curve, self.lead(arm) if lead is None else lead)
 
     def neighbour_costs(self) -> dict[str, float]:
         """Return what the next lower and the next higher learning rate of AngularMuown's grid cost
@@ -167,7 +174,7 @@ class WholeCorpus:
     def _row(self, arm: Arm) -> list[str]:
         seeds = ", ".join(map(str, sorted(judging(arm.losses)) or [CHOOSER]))
         rate = f"{arm.lr:.4g}{'' if arm.in_grid else ' †'}"
-        cells = [title(arm.method), f"{arm.schedule}, {rate}"]
+        cells = [title(arm.name), f"{arm.schedule}, {rate}"]
         cells += [f"{arm.shown(x):.4f}" for x in (arm.losses, arm.training)] + [seeds]
         if arm is self.ours:
             return [*cells, "", "", "", ""]
@@ -178,15 +185,14 @@ class WholeCorpus:
         if arm in self.variants and arm.is_judged:
             own = verdict(judging(arm.losses), judging(self.ours.losses))
             label = f"variant lower: {own.label}"
-        fewer = f"{self.fewer_tokens(lead):.2f}×" if lead > 0 else "not reached"
+        fewer = f"{self.fewer_tokens(arm):.2f}×" if lead > 0 else "not reached"
         return [*cells, f"{lead:.3f}", interval, label, fewer]
 
     def figure(self) -> str:
         rows = []
         for arm in self.arms.values():
-            name, _, change = title(arm.method).partition(", ")
-            detail = f"{change}, {arm.schedule}" if change else arm.schedule
-            rows.append(DotRow(name, detail, arm.losses, arm.method.startswith(OURS)))
+            detail = f"{title(arm.change)}, {arm.schedule}" if arm.change else arm.schedule
+            rows.append(DotRow(title(arm.method), detail, arm.losses, arm.method.startswith(OURS)))
         return DotFigure(f"Validation loss at {self.tokens / 1e6:.0f}M tokens, nat", rows).svg()
 
     def goals(self) -> Rows:
@@ -201,32 +207,40 @@ class WholeCorpus:
     def _goal_below_all(self) -> list[str]:
         text = "AngularMuown below every other method, each at its best schedule, with intervals "
         text += "that exclude zero"
-        results = [self.verdict(arm) for arm in self.others]
-        shown = [x for x in results if x.interval and x.interval[1] < 0]
-        above = [x for x in results if x.outcome == "reversed"]
+        lowest_first = sorted(self.others, key=lambda arm: arm.shown(arm.losses), reverse=True)
+        methods = {arm.method: self.verdict(arm) for arm in lowest_first}  # each at its best
+        shown = [x for x in methods.values() if x.interval and x.interval[1] < 0]
+        above = [x for x in methods.values() if x.outcome == "reversed"]
         lowest = all(self.lead(arm) > 0 for arm in self.others)
-        measured = f"lowest of {len(results) + 1} methods" if lowest else "not the lowest loss"
-        measured += f"; {len(shown)} of {len(results)} intervals exclude zero"
-        not_run = sum(not method.startswith(OURS) for method in METHODS.values()) - len(results)
+        measured = f"lowest of {len(methods) + 1} methods" if lowest else "not the lowest loss"
+        measured += f"; {len(shown)} of {len(methods)} intervals exclude zero"
+        not_run = sum(not method.startswith(OURS) for method in METHODS.values()) - len(methods)
         measured += f"; {not_run} methods not run" if not_run else ""
-        reached = len(shown) == len(results) and not not_run
+        reached = len(shown) == len(methods) and not not_run
         missed = "missed" if above else "open: not settled"
         return [text, measured, "reached" if reached else missed]
 
     def _goal_tokens(self, name: str, methods: tuple[str, ...], goal: float) -> list[str]:
-        arm = min((self.best[m] for m in methods if m in self.best), key=lambda a: a.choosing_loss)
-        factor = self.fewer_tokens(self.lead(arm))
-        interval = self.verdict(arm).interval
-        measured = f"{factor:.2f}" if factor > 1 else "its loss is not reached"
+        """Return the goal, the factor for each group of settings, and whether all reach it."""
+        arms = [arm for arm in self.others if arm.method in methods]
+        groups = ([arm for arm in arms if bool(arm.change) is changed] for changed in (False, True))
+        best = [min(group, key=lambda arm: arm.choosing_loss) for group in groups if group]
+        outcome = "reached" if all(self.fewer_tokens(arm) >= goal for arm in best) else "missed"
+        outcome += "" if any(arm.is_judged for arm in best) else " on seed 0"
+        measured = "; ".join(map(self._factor, best))
+        return [f"{goal:g} times fewer tokens than {name}", measured, outcome]
+
+    def _factor(self, arm: Arm) -> str:
+        """Describe how many times fewer tokens than another method's arm, with its interval."""
+        factor, interval = self.fewer_tokens(arm), self.verdict(arm).interval
+        text = f"{factor:.2f}" if factor > 1 else "its loss is not reached"
         if interval:
-            ends = sorted(self.fewer_tokens(-x) for x in interval)
-            measured += " ({:.2f} to {:.2f})".format(*ends)
-        measured += f", {title(arm.method)}, {arm.schedule}"
-        measured += "" if arm.is_judged else ", seed 0 alone"
-        measured += "" if arm.in_grid else ", its grid not closed"
-        text = f"{goal:g} times fewer tokens than {name}"
-        outcome = "reached" if factor >= goal else "missed"
-        return [text, measured, outcome if arm.is_judged else f"{outcome} on seed 0"]
+            ends = sorted(self.fewer_tokens(arm, -end) for end in interval)
+            text += " ({:.2f} to {:.2f})".format(*ends)
+        text += f", {title(arm.name)}, {arm.schedule}"
+        seeds = len(self.verdict(arm).paired.seeds)
+        text += f", {seeds} seeds" if arm.is_judged else ", seed 0 alone"
+        return text if arm.in_grid else f"{text}, its grid not closed"
 
     def _goal_variant(self) -> list[str]:
         text = f"a variant at least {VARIANT_GAIN:g} below AngularMuown at its best, on four seeds"
@@ -234,10 +248,20 @@ class WholeCorpus:
             return [text, "none was run over the whole corpus", "missed"]
         arm = max(self.variants, key=lambda arm: -self.lead(arm))
         seeds = len(self.verdict(arm).paired.seeds)
-        measured = f"{-self.lead(arm):.3f} lower on {seeds} seeds, {title(arm.method)}"
+        measured = f"{-self.lead(arm):.3f} lower on {seeds} seeds, {title(arm.name)}"
         if -self.lead(arm) < VARIANT_GAIN:
             return [text, measured, "missed"]
         return [text, measured, "reached" if seeds >= 4 else f"open: {seeds} of 4 seeds"]
+
+
+def fewer_tokens(curve: Curve, lead: float) -> float:
+    """Return how many times fewer tokens a curve needs for a loss that is higher than its last by
+    `lead`: linear in the logarithm of tokens between horizons, and beyond."""
+    (last, final), (first, _) = curve[-1], curve[0]
+    for before, after in reversed([*pairwise(curve)]):
+        if final + lead <= before[1] or before[0] == first:
+            return last / tokens_on_line(before, after, final + lead)
+    raise ValueError(f"one horizon makes no curve: {curve}")
 
 
 def word(result: Verdict) -> str:
@@ -247,28 +271,43 @@ def word(result: Verdict) -> str:
     return "unsettled" if result.outcome == "inconclusive" else str(result.outcome)
 
 
+def _holds(result: Verdict, seeds: int) -> bool:
+    return result.outcome == "holds" and len(result.paired.seeds) == seeds
+
+
 def facts(kept: Kept) -> Facts:
     whole = WholeCorpus(kept)
     names = {label: name for name, label in METHODS.items()}
-    others = {names[arm.method]: arm for arm in whole.best.values() if arm.method in names}
+    others = {
+        names[arm.method] + ("_changed" if arm.change else ""): arm
+        for arm in whole.best.values()
+        if arm.method in names and arm not in whole.variants
+    }
+    usual = {name: arm for name, arm in others.items() if not arm.change}
     long, linear = (whole.arms[OURS, s] for s in (LONG, LINEAR))
     flat = whole.arms[FLAT, LINEAR]
     gain = verdict(judging(long.losses), judging(linear.losses))
-    fewer = {name: whole.fewer_tokens(whole.lead(arm)) for name, arm in others.items()}
+    fewer = {name: whole.fewer_tokens(arm) for name, arm in others.items()}
     assert gain.paired.mean is not None
     return {
         "one_pass_long": {
             "runs": len(whole.sweep.trials),
             "not_started": len(whole.sweep.arms) - len(whole.sweep.best),
-            "lr": {names[m]: arm.lr for m, arm in whole.best.items() if m in names},
+            "lr": {name: arm.lr for name, arm in usual.items()},
             "lead": {name: whole.lead(arm) for name, arm in others.items()},
             "outcome": {name: word(whole.verdict(arm)) for name, arm in others.items()},
-            "methods": len(whole.others) + 1,
+            "methods": len({arm.method for arm in whole.others}) + 1,
             "ours_is_lowest": all(whole.lead(arm) > 0 for arm in whole.others),
             "normuon_decay_holds": whole.verdict(others["normuon_decay"]).outcome == "holds",
+            "adamw_changed_holds_on_three_seeds": _holds(whole.verdict(others["adamw_changed"]), 3),
             "fewer_tokens": fewer,
-            "less_time_than_adamw": fewer["adamw"] * time_ratio("adamw"),
-            "adamw_in_half_the_tokens_missed": fewer["adamw"] < 2,
+            "changed_seeds": {
+                name: len(whole.verdict(arm).paired.seeds)
+                for name, arm in others.items()
+                if arm.change
+            },
+            "less_time_than_adamw": fewer["adamw_changed"] * time_ratio("adamw"),
+            "adamw_in_half_the_tokens_missed": max(fewer["adamw"], fewer["adamw_changed"]) < 2,
             "cooldown_gain": {"mean": -gain.paired.mean, "outcome": word(gain)},
             "flat_kappa_outcome": word(verdict(judging(flat.losses), judging(linear.losses))),
             "flat_kappa_gain": linear.losses[CHOOSER] - flat.losses[CHOOSER],

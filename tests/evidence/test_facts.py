@@ -2,19 +2,22 @@
 
 import re
 from dataclasses import replace
-from math import isclose
+from math import exp, isclose, log
+from statistics import fmean
 
 import pytest
 
 from angular_lab.experiments import one_pass
 from angular_lab.experiments.comparison import EXPERIMENTS
 from angular_lab.experiments.definition import TUNED_AT_S
+from angular_lab.experiments.trials import LONGER
 from angular_lab.run_folder import Run
 from evidence import documents, facts, headline, verdicts, whole_corpus
 from evidence.comparison import Comparison
 from evidence.documents import DOCUMENTS, fill
 from evidence.kept import ROOT, Kept
 from evidence.titles import title
+from evidence.whole_corpus import fewer_tokens
 
 STALE = "run `make evidence` and look at what it changed"
 
@@ -55,7 +58,7 @@ def _dots(figure: str) -> list[tuple[str, str, str]]:
 def test_the_main_figure_shows_every_seed_of_the_kept_runs(kept: Kept) -> None:
     arms = whole_corpus.WholeCorpus(kept).arms.values()
     expected = {
-        (title(f"{a.method}, {a.schedule}"), str(seed), f"{loss:.4f}")
+        (title(f"{a.name}, {a.schedule}"), str(seed), f"{loss:.4f}")
         for a in arms
         for seed, loss in a.losses.items()
     }
@@ -119,6 +122,42 @@ def test_new_arms_seeds_and_verdicts_fill_in_by_themselves(kept: Kept) -> None:
     assert "seed 5: " not in whole_corpus.WholeCorpus(kept).figure()
     assert "mixed momentum, cooldown 50%, seed 5" in whole_corpus.WholeCorpus(new).figure()
     assert whole_corpus.facts(new)["one_pass_long"]["outcome"]["normuon_decay"] == "holds"
+
+
+def test_a_changed_method_is_compared_with_angular_muown_changed_alike(kept: Kept) -> None:
+    whole, [horizon] = whole_corpus.WholeCorpus(kept), kept.sweeps["one-pass-closest"].horizons
+    changed = [arm for arm in whole.others if arm.change]
+    assert {arm.method for arm in changed} == {"adamw", "normuon, decay 0.1"}
+    ours = kept.sweeps["one-pass-closest"].finals(LONGER, horizon)
+    for arm in changed:
+        by_hand = [loss - ours[seed] for seed, loss in arm.losses.items()]
+        assert whole.lead(arm) == pytest.approx(fmean(by_hand))
+        [(first, before), (last, after)] = whole.curves[whole.changed.name]
+        slope = (before - after) / log(last / first)
+        assert whole.fewer_tokens(arm) == pytest.approx(exp(fmean(by_hand) / slope))
+    usual = whole.best["normuon, decay 0.1"]
+    assert whole.reference(usual) is whole.ours
+    assert whole.reference(whole.changed) is whole.ours, "a variant against the method"
+
+
+def test_goals_show_a_method_with_and_without_the_changes(kept: Kept) -> None:
+    _, _, adamw, normuon, _ = whole_corpus.WholeCorpus(kept).goals()
+    for _, measured, outcome in (adamw, normuon):
+        usual, changed = measured.split("; ")
+        assert "β₂ 0.99" not in usual
+        assert "β₂ 0.99" in changed
+        assert outcome == "missed"
+
+
+def test_gains_of_the_best_trial_are_paired_by_seed(kept: Kept) -> None:
+    closest = kept.sweeps["one-pass-closest"]
+    [horizon] = closest.horizons
+    usual = "normuon, decay 0.1, linear to zero"
+    before, after = (closest.finals(arm, horizon) for arm in (usual, f"{usual}, {LONGER}"))
+    gains = facts.compute(kept)
+    by_hand = fmean(before[seed] - after[seed] for seed in after)
+    assert gains["trials.whole.normuon.gain"] == pytest.approx(by_hand)
+    assert gains["trials.whole.normuon.seeds"] == len(after)
 
 
 def test_ablations_use_the_learning_rates_that_the_comparison_chose(kept: Kept) -> None:
@@ -191,26 +230,26 @@ def test_a_stale_number_or_table_in_a_document_is_found() -> None:
 def test_tokens_are_interpolated_between_horizons(kept: Kept) -> None:
     """By hand: losses fall by 0.6 and by 0.2 in two doublings."""
     whole = whole_corpus.WholeCorpus(kept)
-    assert [steps for steps, _ in whole.curve] == [3250, 13_000]
-    whole.curve = [(1000, 4.0), (2000, 3.4), (4000, 3.2)]
-    assert whole.fewer_tokens(0.0) == pytest.approx(1)
-    assert whole.fewer_tokens(0.1) == pytest.approx(2**0.5)
-    assert whole.fewer_tokens(0.5) == pytest.approx(2 * 2**0.5)
-    assert whole.fewer_tokens(1.4) == pytest.approx(8), "beyond the first horizon"
-    assert whole.fewer_tokens(-0.2) == pytest.approx(1 / 2), "beyond the last"
+    for curve in whole.curves.values():
+        assert [steps for steps, _ in curve] == [3250, 13_000]
+    curve = [(1000, 4.0), (2000, 3.4), (4000, 3.2)]
+    assert fewer_tokens(curve, 0.0) == pytest.approx(1)
+    assert fewer_tokens(curve, 0.1) == pytest.approx(2**0.5)
+    assert fewer_tokens(curve, 0.5) == pytest.approx(2 * 2**0.5)
+    assert fewer_tokens(curve, 1.4) == pytest.approx(8), "beyond the first horizon"
+    assert fewer_tokens(curve, -0.2) == pytest.approx(1 / 2), "beyond the last"
 
 
 def test_another_model_is_not_a_horizon(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sweep of a larger model may have the same label, corpus and learning rate."""
     whole, quarter = whole_corpus.WholeCorpus(kept), kept.sweeps["one-pass"]
-    label = f"{whole_corpus.OURS}, {whole.ours.schedule}"
-    assert whole._is_ours(quarter, label)
-    spec = quarter.settings(label)
+    assert whole._has(quarter, whole.ours)
+    spec = quarter.settings(whole.ours.label)
     larger = replace(spec, model=replace(spec.model, layers=12))
     monkeypatch.setattr(
         type(quarter), "settings", lambda self, _: larger if self is quarter else spec
     )
-    assert not whole._is_ours(quarter, label)
+    assert not whole._has(quarter, whole.ours)
 
 
 def test_views_of_a_sweep_have_names_of_their_own(kept: Kept) -> None:
