@@ -22,6 +22,7 @@ from angular_muown.schedules import (
     linear,
     linear_schedule,
     matching_lr,
+    ramp,
     wsd,
     wsd_schedule,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "linear_schedule",
     "matching_lr",
     "plan",
+    "ramp",
     "wsd",
     "wsd_schedule",
 ]

@@ -1,14 +1,15 @@
 """Schedules: pure functions of the step, counted from 0. There is nothing to save or load.
 
 `wsd`, `cosine` and `linear` are factors of the learning rate; `wsd_schedule`, `cosine_schedule` and
-`linear_schedule` make torch schedulers of them that fit kappa. `inverse_polynomial` is the angular
-multiplier kappa. `averaging` is the weight of the newest parameters in an average.
+`linear_schedule` make torch schedulers of them that fit kappa, and move the momentum by `ramp` if
+they are asked to. `inverse_polynomial` is the angular multiplier kappa. `averaging` is the weight
+of the newest parameters in an average.
 """
 
 from collections.abc import Callable, Mapping
 from functools import partial
 from math import atan, cos, degrees, isfinite, pi, tan
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -80,6 +81,19 @@ def linear(step: int, total_steps: int, warmup_steps: int = 0, floor: float = 0.
     return 1.0 - (1.0 - floor) * _progress(step, total_steps, warmup_steps)
 
 
+def ramp(step: int, total_steps: int, ramp_steps: int) -> float:
+    """Return a share that rises from 0 at the start of a run and falls back to 0 at its end.
+
+    It is linear, and 1 in between.
+
+    Args:
+        step: the step, from 0.
+        total_steps: number of steps of the run; the share is 0 at the last one.
+        ramp_steps: length of the rise, and that of the fall, in steps; at least 1.
+    """
+    return max(0.0, min(1.0, step / ramp_steps, (total_steps - 1 - step) / ramp_steps))
+
+
 def _progress(step: int, total_steps: int, warmup_steps: int) -> float:
     return min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
 
@@ -87,10 +101,17 @@ def _progress(step: int, total_steps: int, warmup_steps: int) -> float:
 # Fractions of a run. In our runs over one pass of a corpus, a cooldown of 50% was better than 20%
 # and than a linear fall with kappa on (docs/evidence/results.md).
 WARMUP, COOLDOWN = 0.02, 0.5
+MOMENTUM_RAMP = 300  # steps, in all of our runs with such a momentum: the lab's optim.momentum_ramp
 
 
 def wsd_schedule(
-    optimizer: Optimizer, total_steps: int, *, warmup: float = WARMUP, cooldown: float = COOLDOWN
+    optimizer: Optimizer,
+    total_steps: int,
+    *,
+    warmup: float = WARMUP,
+    cooldown: float = COOLDOWN,
+    momentum_start: float | None = None,
+    momentum_ramp: float = MOMENTUM_RAMP,
 ) -> LambdaLR:
     """Return a scheduler for warm-up, stable, decay: the schedule that kappa is made for.
 
@@ -102,8 +123,12 @@ def wsd_schedule(
         total_steps: number of optimizer steps of the run; the learning rate is 0 there.
         warmup: length of the warm-up: a fraction of the run, or a number of steps (an integer).
         cooldown: length of the linear decay at the end, likewise.
+        momentum_start: the momentum of the matrices' first and last step. It rises to the group's
+            own at the start of the run, and falls back at the end. None keeps it constant.
+        momentum_ramp: length of that rise, and of the fall: as for warmup.
     """
     steps = check_lengths(total_steps, warmup=warmup, cooldown=cooldown)
+    momentum = _momentum(optimizer, total_steps, momentum_start, momentum_ramp)
     _switch_on_kappa(optimizer)
     _set_kappa(optimizer, warmup_steps=steps["warmup"])
     factor = partial(
@@ -113,11 +138,17 @@ def wsd_schedule(
         warmup_steps=steps["warmup"],
         decay_steps=steps["cooldown"],
     )
-    return LambdaLR(optimizer, factor)
+    return _scheduler(optimizer, factor, momentum)
 
 
 def cosine_schedule(
-    optimizer: Optimizer, total_steps: int, *, warmup: float = WARMUP, floor: float = 0.0
+    optimizer: Optimizer,
+    total_steps: int,
+    *,
+    warmup: float = WARMUP,
+    floor: float = 0.0,
+    momentum_start: float | None = None,
+    momentum_ramp: float = MOMENTUM_RAMP,
 ) -> LambdaLR:
     """Return a scheduler for a linear warm-up followed by half a cosine.
 
@@ -129,12 +160,22 @@ def cosine_schedule(
         total_steps: number of optimizer steps of the run.
         warmup: length of the warm-up: a fraction of the run, or a number of steps (an integer).
         floor: the last learning rate, as a fraction of the highest.
+        momentum_start: the momentum of the matrices' first and last step. It rises to the group's
+            own at the start of the run, and falls back at the end. None keeps it constant.
+        momentum_ramp: length of that rise, and of the fall: as for warmup.
     """
-    return _falling_schedule(cosine, optimizer, total_steps, warmup, floor)
+    momentum = _momentum(optimizer, total_steps, momentum_start, momentum_ramp)
+    return _falling_schedule(cosine, optimizer, total_steps, warmup, floor, momentum)
 
 
 def linear_schedule(
-    optimizer: Optimizer, total_steps: int, *, warmup: float = WARMUP, floor: float = 0.0
+    optimizer: Optimizer,
+    total_steps: int,
+    *,
+    warmup: float = WARMUP,
+    floor: float = 0.0,
+    momentum_start: float | None = None,
+    momentum_ramp: float = MOMENTUM_RAMP,
 ) -> LambdaLR:
     """Return a scheduler for a linear warm-up followed by a linear decay over the rest of the run.
 
@@ -146,8 +187,12 @@ def linear_schedule(
         total_steps: number of optimizer steps of the run.
         warmup: length of the warm-up: a fraction of the run, or a number of steps (an integer).
         floor: the last learning rate, as a fraction of the highest.
+        momentum_start: the momentum of the matrices' first and last step. It rises to the group's
+            own at the start of the run, and falls back at the end. None keeps it constant.
+        momentum_ramp: length of that rise, and of the fall: as for warmup.
     """
-    return _falling_schedule(linear, optimizer, total_steps, warmup, floor)
+    momentum = _momentum(optimizer, total_steps, momentum_start, momentum_ramp)
+    return _falling_schedule(linear, optimizer, total_steps, warmup, floor, momentum)
 
 
 def _falling_schedule(
@@ -156,13 +201,15 @@ def _falling_schedule(
     total_steps: int,
     warmup: float,
     floor: float,
+    momentum: "Momentum | None",
 ) -> LambdaLR:
     steps = check_lengths(total_steps, warmup=warmup)
     if not is_number(floor) or not 0 <= floor <= 1:
         raise ValueError(f"floor={floor!r} is not valid: it must be a number from 0 to 1")
     _set_kappa(optimizer, warmup_steps=steps["warmup"], decay_degree=0.0)
     length = {"total_steps": total_steps, "warmup_steps": steps["warmup"]}
-    return LambdaLR(optimizer, partial(_within_run, factor, **length, floor=float(floor)))
+    factor = partial(_within_run, factor, **length, floor=float(floor))
+    return _scheduler(optimizer, factor, momentum)
 
 
 def _within_run(
@@ -175,6 +222,113 @@ def _within_run(
             f"{step} times: count optimizer steps, over all epochs, and pass their number"
         )
     return factor(step, total_steps=total_steps, **lengths)
+
+
+# The momentum of a group before any schedule, next to torch's initial_lr.
+INITIAL_MOMENTUM = "initial_momentum"
+
+
+class Momentum(NamedTuple):
+    """A momentum that rises from `start` and falls back to it."""
+
+    start: float
+    share: Callable[[int], float]  # of the way to the group's own momentum, at a step
+
+    def at(self, step: int, own: float) -> float:
+        return self.start + self.share(step) * (own - self.start)
+
+
+class RampedMomentum(LambdaLR):
+    """A scheduler that also moves the momentum of the groups that have one.
+
+    As with torch's learning rates, it saves what they had before it, but not the schedule.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, factor: Callable[[int], float], momentum: Momentum
+    ) -> None:
+        self.momentum = momentum
+        self.base_momenta = [_own_momentum(group) for group in optimizer.param_groups]
+        super().__init__(optimizer, factor)
+
+    def step(self, epoch: int | None = None) -> None:
+        super().step(epoch)
+        self._set_momentum()
+
+    def _set_momentum(self) -> None:
+        for group, own in zip(self.optimizer.param_groups, self.base_momenta, strict=True):
+            if own:
+                group["momentum"] = self.momentum.at(self.last_epoch, own)
+                group[INITIAL_MOMENTUM] = own
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in super().state_dict().items() if key != "momentum"}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._set_momentum()
+
+
+def _scheduler(
+    optimizer: Optimizer, factor: Callable[[int], float], momentum: Momentum | None
+) -> LambdaLR:
+    for group in optimizer.param_groups:  # another schedule may have moved it
+        if INITIAL_MOMENTUM in group:
+            group["momentum"] = group.pop(INITIAL_MOMENTUM)
+    if momentum is None:
+        return LambdaLR(optimizer, factor)
+    return RampedMomentum(optimizer, factor, momentum)
+
+
+def _own_momentum(group: Mapping[str, Any]) -> float:
+    """Return a group's momentum before any schedule; 0 if it has none."""
+    if group.get("algorithm") == "adamw":
+        return 0.0
+    return group.get(INITIAL_MOMENTUM, group.get("momentum", 0.0))
+
+
+def _momentum(
+    optimizer: Optimizer, total_steps: int, start: float | None, length: float
+) -> Momentum | None:
+    """Check where the momentum of an optimizer starts, and how long it rises."""
+    if start is None:
+        return None
+    start = _python_number(start)
+    if not is_number(start) or not 0 <= start < 1:
+        raise ValueError(f"momentum_start={start!r} is not valid: it must be a number in [0, 1)")
+    groups = [group for group in optimizer.param_groups if _own_momentum(group)]
+    if not groups:
+        raise ValueError(
+            f"momentum_start={start!r}: no group of {type(optimizer).__name__} has a momentum: "
+            "give it one, or leave out momentum_start"
+        )
+    if any(group.get("capturable") for group in groups):
+        raise ValueError(
+            f"momentum_start={start!r} with capturable=True: a recorded step keeps the momentum "
+            "that it was recorded with; leave out one of them"
+        )
+    least = min(map(_own_momentum, groups))
+    if start > least:
+        raise ValueError(
+            f"momentum_start={start!r} is above a group's momentum={least!r}: it must be at most "
+            "that, because the momentum rises from it"
+        )
+    steps = _check_ramp(total_steps, length)
+    return Momentum(float(start), partial(ramp, total_steps=int(total_steps), ramp_steps=steps))
+
+
+def _check_ramp(total_steps: int, length: float) -> int:
+    """Return the length of a ramp in steps."""
+    steps = _in_steps(total_steps, {"momentum_ramp": length})["momentum_ramp"]
+    if steps < 1:
+        raise ValueError(f"momentum_ramp={length!r} is not valid: it must be at least one step")
+    if 2 * steps > total_steps:
+        raise ValueError(
+            f"momentum_ramp={length!r} ({steps} steps) does not fit into total_steps="
+            f"{total_steps} twice, for the rise and the fall: make it at most {total_steps // 2} "
+            "steps"
+        )
+    return steps
 
 
 def _switch_on_kappa(optimizer: Optimizer) -> None:
@@ -193,6 +347,17 @@ def _set_kappa(optimizer: Optimizer, **values: float) -> None:
 
 def check_lengths(total_steps: int, **lengths: float) -> dict[str, int]:
     """Return the lengths of the parts of a schedule in steps."""
+    steps = _in_steps(total_steps, lengths)
+    if sum(steps.values()) > total_steps:
+        sizes = " and ".join(
+            f"{name}={_python_number(lengths[name])!r} ({n} steps)" for name, n in steps.items()
+        )
+        raise ValueError(f"{sizes} do not fit into total_steps={total_steps}: shorten them")
+    return steps
+
+
+def _in_steps(total_steps: int, lengths: Mapping[str, float]) -> dict[str, int]:
+    """Return lengths in steps; they may be fractions of the run."""
     total_steps, *parts = (_python_number(x) for x in (total_steps, *lengths.values()))
     lengths = dict(zip(lengths, parts, strict=True))
     if not is_number(total_steps) or total_steps != int(total_steps) or total_steps < 1:
@@ -207,9 +372,6 @@ def check_lengths(total_steps: int, **lengths: float) -> dict[str, int]:
         # 1.0 is the whole run, 1 a single step
         is_fraction = isinstance(length, float) and length <= 1
         steps[name] = round(length * total_steps) if is_fraction else int(length)
-    if sum(steps.values()) > total_steps:
-        sizes = " and ".join(f"{name}={lengths[name]!r} ({n} steps)" for name, n in steps.items())
-        raise ValueError(f"{sizes} do not fit into total_steps={total_steps}: shorten them")
     return steps
 
 

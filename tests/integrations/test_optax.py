@@ -184,6 +184,7 @@ def test_a_model_with_adamw_matches_the_torch_optimizer(scheduled: bool) -> None
     torch_params = {name: torch.nn.Parameter(torch.tensor(W)) for name, W in params.items()}
     hidden = torch_params.pop("hidden")
     rest = {"params": [*torch_params.values()], "algorithm": "adamw", "lr": 3e-3}
+    rest |= {"betas": (0.8, 0.99)} if scheduled else {}
     optimizer = AngularMuown(
         [{"params": [hidden], "transposed": True}, {**rest, "weight_decay": 0.1}],
         lr=0.02,
@@ -198,6 +199,7 @@ def test_a_model_with_adamw_matches_the_torch_optimizer(scheduled: bool) -> None
         radius_learning_rate=0.05,
         peak_learning_rate=0.02 if scheduled else None,
         aux_weight_decay=0.1,
+        aux_betas=(0.8, 0.99) if scheduled else None,
     )
     jax_params = jax.tree.map(jnp.asarray, params)
     state = transformation.init(jax_params)

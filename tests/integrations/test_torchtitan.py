@@ -40,7 +40,9 @@ def test_the_trainer_learns_and_resumes_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_one_optimizer_holds_all_parameters_as_planned(llama: nn.Module) -> None:
-    config = angular_muown(lr=0.03, aux_lr=1e-3, aux_weight_decay=0.1, warmup_steps=7)
+    config = angular_muown(
+        lr=0.03, aux_lr=1e-3, aux_weight_decay=0.1, aux_betas=(0.9, 0.99), warmup_steps=7
+    )
     container = config.build(model_parts=[llama])
     (optimizer,) = container.optimizers
     assert isinstance(optimizer, AngularMuown)
@@ -62,6 +64,8 @@ def test_one_optimizer_holds_all_parameters_as_planned(llama: nn.Module) -> None
         "lm_head.weight": ("adamw", 1e-3),
     }
     assert all(group["warmup_steps"] == 7 for group in optimizer.param_groups)
+    betas = {(group["algorithm"], group["betas"]) for group in optimizer.param_groups}
+    assert betas == {("matrix", (0.9, 0.95)), ("adamw", (0.9, 0.99))}
 
 
 def test_a_pipeline_stage_may_have_no_head(llama: nn.Module) -> None:

@@ -39,6 +39,23 @@ def test_for_model_equals_plan_and_constructor_bit_for_bit(member) -> None:
     ]
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_aux_betas_equal_betas_set_by_hand_bit_for_bit(name) -> None:
+    a, b = tiny_lm(), tiny_lm()
+    one = create(name, a, 0.01, blocks=BLOCKS, aux_betas=(0.8, 0.99))
+    other = create(name, b, 0.01, blocks=BLOCKS)
+    for group in other.param_groups:
+        if group["algorithm"] == "adamw":
+            group["betas"] = (0.8, 0.99)
+    for model, optimizer in ((a, one), (b, other)):
+        train(model, optimizer, 5)
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+    assert one.state_dict()["param_groups"] == other.state_dict()["param_groups"]
+    usual = tiny_lm()
+    train(usual, create(name, usual, 0.01, blocks=BLOCKS), 5)
+    assert not torch.equal(usual.lm_head.weight, a.lm_head.weight)
+
+
 @pytest.mark.parametrize("member", WITH_RADII[:3], ids=lambda m: m.__name__)
 def test_radius_lr_reaches_the_matrices(member) -> None:
     optimizer = member.for_model(tiny_lm(), blocks=BLOCKS, radius_lr=0.005)
@@ -258,6 +275,17 @@ def test_hidden_matrices_do_not_warn(params) -> None:
 )
 def test_warnings_of_a_plan_point_to_the_call(construct) -> None:
     assert len(warnings_of(lambda: construct(tiny_lm()))) == 1
+
+
+def test_a_plan_shows_the_momentum_before_the_schedule() -> None:
+    overrides = {"*.up.weight": {"momentum": 0.93}}
+    optimizer = AngularMuown.for_model(tiny_lm(), blocks=BLOCKS, overrides=overrides)
+    before = str(optimizer.plan)
+    assert "momentum=0.93" in before
+    wsd_schedule(optimizer, 100, warmup=0, momentum_start=0.8, momentum_ramp=10)
+    matrices = [g for g in optimizer.param_groups if g["algorithm"] == "matrix"]
+    assert {group["momentum"] for group in matrices} == {0.8}
+    assert str(optimizer.plan) == before
 
 
 def test_a_plan_shows_learning_rates_before_the_schedule_and_no_scheduler_keys() -> None:

@@ -1,6 +1,8 @@
 """Schedules: they set the learning rate and kappa together, and warn if both decay."""
 
+import copy
 import io
+import pickle
 import warnings
 from itertools import pairwise
 
@@ -19,11 +21,12 @@ from angular_muown import (
     linear,
     linear_schedule,
     matching_lr,
+    ramp,
     wsd,
     wsd_schedule,
 )
-from tests.library.family import FAMILY, noise, parameter
-from tests.library.models import loss_of, tiny_lm
+from tests.library.family import FAMILY, MEMBERS, noise, parameter
+from tests.library.models import BLOCKS, loss_of, tiny_lm
 
 FALLING = {"cosine": cosine_schedule, "linear": linear_schedule}
 ALL = {"wsd": wsd_schedule, **FALLING}
@@ -133,6 +136,268 @@ def test_more_steps_than_the_schedule_has_warn() -> None:
     messages = run(optimizer, scheduler, 2)
     assert len(messages) == 2
     assert "ended after total_steps=10, but scheduler.step() was called 11 times" in messages[0]
+
+
+# --- a momentum that rises and falls ---
+
+RISING = {"momentum_start": 0.8, "momentum_ramp": 4}
+
+
+def momenta(optimizer, scheduler, steps: int) -> list[float]:
+    """Return the momentum of the first group in the steps of a run."""
+    values = []
+    for t in range(steps):
+        values.append(optimizer.param_groups[0]["momentum"])
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = noise(*p.shape, seed=t, dtype=p.dtype)
+        optimizer.step()
+        scheduler.step()
+    return values
+
+
+def ramped(steps: int, start: float = 0.8, length: int = 4, own: float = 0.95) -> list[float]:
+    return [start + ramp(t, steps, length) * (own - start) for t in range(steps)]
+
+
+def sgd(**options) -> torch.optim.SGD:
+    return torch.optim.SGD([parameter(8, 6)], lr=0.02, **{"momentum": 0.95, **options})
+
+
+@pytest.mark.parametrize(("steps", "length"), [(1, 1), (2, 1), (9, 4), (10, 5), (700, 300)])
+def test_a_ramp_rises_falls_and_is_symmetric(steps: int, length: int) -> None:
+    shares = [ramp(t, steps, length) for t in range(steps)]
+    assert shares == shares[::-1]
+    assert shares[0] == 0.0
+    rise = shares[: min(length, (steps + 1) // 2)]
+    assert rise == [t / length for t in range(len(rise))]
+    assert set(shares[length : steps - length]) <= {1.0}
+    assert ramp(steps + 5, steps, length) == 0.0
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("make", [matrix, sgd, *MEMBERS])
+def test_the_momentum_rises_to_its_own_value_and_falls_back(name, make) -> None:
+    optimizer = make([parameter(8, 6)]) if make in MEMBERS else make()
+    scheduler = ALL[name](optimizer, 12, **RISING)
+    assert isinstance(scheduler, lr_scheduler.LambdaLR)
+    assert momenta(optimizer, scheduler, 12) == ramped(12)
+    assert ramped(12)[4] == pytest.approx(0.95)
+    assert type(optimizer.param_groups[0]["momentum"]) is float
+
+
+@pytest.mark.parametrize("member", MEMBERS, ids=lambda m: m.__name__)
+def test_a_scheduled_momentum_steps_like_one_set_by_hand(member) -> None:
+    a, b = tiny_lm(), tiny_lm()
+    one, other = (member.for_model(model, 0.01, blocks=BLOCKS) for model in (a, b))
+    usual = [group["momentum"] for group in other.param_groups if group["algorithm"] == "adamw"]
+    ours, plain = wsd_schedule(one, 10, **RISING), wsd_schedule(other, 10)
+    for t in range(10):
+        for group in other.param_groups:
+            if group["algorithm"] == "matrix":
+                group["momentum"] = ramped(10)[t]
+        for model, optimizer, scheduler in ((a, one, ours), (b, other, plain)):
+            optimizer.zero_grad()
+            loss_of(model, t).backward()
+            optimizer.step()
+            scheduler.step()
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+    assert ours.get_last_lr() == plain.get_last_lr()
+    assert usual == [g["momentum"] for g in one.param_groups if g["algorithm"] == "adamw"]
+
+
+def test_each_group_has_its_own_momentum_and_some_have_none() -> None:
+    values = [0.95, 0.9, 0.0]
+    groups = [{"params": [parameter(8, 6, seed=i)], "momentum": x} for i, x in enumerate(values)]
+    optimizer = Muon(groups)
+    scheduler = wsd_schedule(optimizer, 12, **RISING)
+    seen = []
+    for _ in range(12):
+        seen.append([group["momentum"] for group in optimizer.param_groups])
+        momenta(optimizer, scheduler, 1)
+    for column, own in zip(zip(*seen, strict=True), values, strict=True):
+        assert list(column) == (ramped(12, own=own) if own else [0.0] * 12)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_without_momentum_start_the_scheduler_and_the_momentum_are_as_before(name) -> None:
+    optimizer = matrix()
+    scheduler = ALL[name](optimizer, 20)
+    assert type(scheduler) is lr_scheduler.LambdaLR
+    assert set(momenta(optimizer, scheduler, 20)) == {0.95}
+    assert optimizer.param_groups[0].keys() - matrix().param_groups[0].keys() == {"initial_lr"}
+
+
+def test_fractions_of_a_run_are_lengths_of_a_ramp_too() -> None:
+    runs = []
+    for steps, start, length in ((40, 0.8, 10), (np.int64(40), np.float32(0.8), np.float64(0.25))):
+        optimizer = matrix()
+        scheduler = wsd_schedule(optimizer, steps, momentum_start=start, momentum_ramp=length)
+        runs.append(momenta(optimizer, scheduler, 40))
+        assert {type(x) for x in runs[-1]} == {float}
+    assert runs[1] == pytest.approx(runs[0])
+
+
+def test_a_run_that_outlasts_its_schedule_keeps_the_first_momentum() -> None:
+    optimizer = sgd()
+    scheduler = wsd_schedule(optimizer, 10, momentum_start=0.0, momentum_ramp=2)
+    with pytest.warns(UserWarning, match="the schedule ended"):
+        assert momenta(optimizer, scheduler, 13)[9:] == [0.0] * 4
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"momentum_start": 1.0}, r"momentum_start=1.0 is not valid: .* in \[0, 1\)"),
+        ({"momentum_start": "0.8"}, "momentum_start='0.8' is not valid"),
+        ({"momentum_start": -0.1}, "momentum_start=-0.1 is not valid"),
+        ({"momentum_start": 0.99}, "momentum_start=0.99 is above a group's momentum=0.95"),
+        ({}, r"momentum_ramp=300 \(300 steps\).*total_steps=20 twice, .* at most 10 steps"),
+        (
+            {"momentum_ramp": 0.6},
+            r"momentum_ramp=0.6 \(12 steps\) does not fit .* at most 10 steps",
+        ),
+        ({"momentum_ramp": 0}, "momentum_ramp=0 is not valid: .* at least one step"),
+        ({"momentum_ramp": 0.001}, "momentum_ramp=0.001 is not valid"),
+        ({"momentum_ramp": 2.5}, "momentum_ramp=2.5 is not valid: it must be a fraction"),
+    ],
+)
+def test_impossible_ramps_are_rejected(name, arguments, message) -> None:
+    optimizer = matrix()
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=message):
+        ALL[name](optimizer, 20, **{"momentum_start": 0.8, **arguments})
+    assert optimizer.state_dict() == before
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: torch.optim.AdamW([parameter(8, 6)]), "no group of AdamW has a momentum"),
+        (lambda: sgd(momentum=0.0), "no group of SGD has a momentum: give it one, or leave out"),
+        (
+            lambda: Muon([{"params": [parameter(8, 6)], "algorithm": "adamw"}]),
+            "no group of Muon has a momentum",
+        ),
+        (lambda: matrix(capturable=True), "momentum_start=0.8 with capturable=True"),
+    ],
+)
+def test_optimizers_whose_momentum_cannot_follow_are_rejected(name, make, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        ALL[name](make(), 20, **RISING)
+
+
+ORDERS = {
+    "optimizer first": ["construct", "optimizer", "scheduler"],
+    "scheduler first": ["construct", "scheduler", "optimizer"],
+    "constructed last": ["optimizer", "construct", "scheduler"],
+    "scheduler alone": ["construct", "scheduler"],
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("stop", [0, 2, 6, 10])
+@pytest.mark.parametrize("make", [matrix, sgd])
+def test_a_ramped_momentum_resumes_in_any_order(make, stop: int, order: str) -> None:
+    """Also where the scheduler is constructed for an optimizer whose momentum is on its way."""
+    stopped = make()
+    scheduler = wsd_schedule(stopped, 12, **RISING)
+    momenta(stopped, scheduler, stop)
+    saved, resumed, continued = saved_and_loaded(stopped, scheduler), make(), None
+    for part in ORDERS[order]:
+        if part == "optimizer":
+            resumed.load_state_dict(saved[0])
+        elif part == "construct":
+            continued = wsd_schedule(resumed, 12, **RISING)
+        else:
+            continued.load_state_dict(saved[1])
+    assert momenta(resumed, continued, 12 - stop) == ramped(12)[stop:]
+
+
+def test_the_scheduler_remembers_the_momentum_that_an_optimizer_lost() -> None:
+    """Distributed checkpoints load only the keys that a group has: initial_momentum is none yet."""
+    optimizer = matrix()
+    scheduler = wsd_schedule(optimizer, 12, **RISING)
+    momenta(optimizer, scheduler, 2)
+    states = saved_and_loaded(optimizer, scheduler)
+    del states[0]["param_groups"][0]["initial_momentum"]
+    resumed = matrix()
+    resumed.load_state_dict(states[0])
+    continued = wsd_schedule(resumed, 12, **RISING)
+    continued.load_state_dict(states[1])
+    assert momenta(resumed, continued, 10) == ramped(12)[2:]
+    assert resumed.param_groups[0]["initial_momentum"] == 0.95
+
+
+def saved_and_loaded(*parts):
+    buffer = io.BytesIO()
+    torch.save([part.state_dict() for part in parts], buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("member", [*MEMBERS, None], ids=lambda m: getattr(m, "__name__", "SGD"))
+def test_a_run_with_a_ramp_resumes_bit_for_bit(member, name) -> None:
+    def start():
+        p = parameter(8, 6)
+        optimizer = member([p], lr=0.02) if member else torch.optim.SGD([p], 0.02, 0.95)
+        return p, optimizer, ALL[name](optimizer, 12, **RISING)
+
+    whole, *parts = start()
+    momenta_of(whole, *parts, range(12))
+    half, *parts = start()
+    momenta_of(half, *parts, range(7))
+    states = saved_and_loaded(*parts)
+    p, *parts = start()
+    p.data.copy_(half.data)
+    for part, state in zip(parts, states, strict=True):
+        part.load_state_dict(state)
+    momenta_of(p, *parts, range(7, 12))
+    assert torch.equal(p, whole)
+
+
+def momenta_of(p, optimizer, scheduler, steps) -> None:
+    for t in steps:
+        p.grad = noise(*p.shape, seed=t, dtype=p.dtype)
+        optimizer.step()
+        scheduler.step()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("make", [matrix, sgd])
+def test_copies_of_a_scheduler_go_on_where_it_is(make, copied) -> None:
+    optimizer = make()
+    scheduler = wsd_schedule(optimizer, 12, **RISING)
+    momenta(optimizer, scheduler, 2)
+    other = copied(scheduler)
+    assert other.optimizer is not optimizer
+    with warnings.catch_warnings():  # torch's, whose wrapper of step() is not copied
+        warnings.simplefilter("ignore")
+        assert momenta(other.optimizer, other, 10) == ramped(12)[2:]
+    assert momenta(optimizer, scheduler, 10) == ramped(12)[2:]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_another_schedule_starts_from_the_momentum_before_any_schedule(name) -> None:
+    optimizer = matrix()
+    wsd_schedule(optimizer, 30, momentum_start=0.5, momentum_ramp=10)
+    again = ALL[name](optimizer, 12, **RISING)
+    assert momenta(optimizer, again, 12) == ramped(12)
+    constant = ALL[name](optimizer, 12)
+    assert set(momenta(optimizer, constant, 12)) == {0.95}
+
+
+def test_a_schedule_may_be_longer_when_it_resumes() -> None:
+    """Lengths belong to the call, as those of the learning rate do; only the momentum is saved."""
+    optimizer = matrix()
+    scheduler = wsd_schedule(optimizer, 12, **RISING)
+    momenta(optimizer, scheduler, 6)
+    longer = wsd_schedule(optimizer, 20, **RISING)
+    longer.load_state_dict(scheduler.state_dict())
+    assert momenta(optimizer, longer, 14) == ramped(20)[6:]
 
 
 # --- kappa and a falling learning rate ---

@@ -138,7 +138,6 @@ def make_optimizer(model: LanguageModel, spec: Spec) -> torch.optim.Optimizer:
     o = spec.optim
     if o.name not in OPTIMIZER_NAMES:
         raise UserError(f"optim.name={o.name}: it must be one of {', '.join(OPTIMIZER_NAMES)}")
-    groups = _plan(model, o)
     fused = next(model.parameters()).is_cuda
     _check_meaning(o)
     if spec.schedule.fall and o.name == "adamw":
@@ -146,19 +145,20 @@ def make_optimizer(model: LanguageModel, spec: Spec) -> torch.optim.Optimizer:
             f"schedule.fall={spec.schedule.fall:g} is for the learning rate of matrices, and "
             "optim.name=adamw has one for all: leave it at 0"
         )
-    for group in groups:
-        if group["algorithm"] == "adamw":
-            group["fused"] = fused
-            if o.aux_beta2 is not None:
-                group["betas"] = (o.beta1, o.aux_beta2)
     try:
+        groups = _plan(model, o)
+        for group in groups:
+            if group["algorithm"] == "adamw":
+                group["fused"] = fused
         if o.name == "adamw":
             return torch.optim.AdamW(
                 [_plain(group, o.weight_decay) for group in groups],
                 lr=o.lr, betas=(o.beta1, o.beta2), fused=fused,
             )  # fmt: skip
         return OPTIMIZERS[o.name](groups, **_arguments(OPTIMIZERS[o.name], spec))
-    except ValueError as error:  # a value of the spec that the optimizer rejects
+    except UserError:
+        raise
+    except ValueError as error:  # a value of the spec that the library rejects
         raise UserError(f"optim: {error}") from error
 
 
@@ -223,6 +223,7 @@ def _plan(model: LanguageModel, o: OptimSpec) -> Plan:
         stacks=model.stacks(),
         aux_lr=o.aux_lr,
         aux_weight_decay=o.aux_weight_decay,
+        aux_betas=None if o.aux_beta2 is None else (o.beta1, o.aux_beta2),
         overrides=_angles(o),
     )
 

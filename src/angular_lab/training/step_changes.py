@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from angular_lab.config.spec import Spec
 from angular_lab.models.tensor_parallel import local_part
 from angular_lab.training.build import lr_factor, matrices, moves_row_lengths
+from angular_muown import ramp
 
 # Names in checkpoints, next to the windows of averages.
 DISPLACEMENT, SLOW_GRADIENT = "displacement", "slow_gradient"
@@ -135,7 +136,7 @@ def momentum_at(spec: Spec, step: int) -> float:
     o = spec.optim
     if o.momentum_start is None:
         return o.momentum
-    share = min(1.0, step / o.momentum_ramp, (spec.steps - 1 - step) / o.momentum_ramp)
+    share = ramp(step, spec.steps, o.momentum_ramp)
     return o.momentum_start + share * (o.momentum - o.momentum_start)
 
 

@@ -264,6 +264,7 @@ def with_adamw(
     *,
     aux_learning_rate: LearningRate | None = None,
     aux_weight_decay: float = 0.0,
+    aux_betas: tuple[float, float] | None = None,
     peak_learning_rate: float | None = None,
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-8,
@@ -278,6 +279,7 @@ def with_adamw(
             or a function that computes it from the parameters, such as `label` with rules.
         aux_learning_rate: for AdamW; None is learning_rate.
         aux_weight_decay: for AdamW.
+        aux_betas: Adam's two decay rates for AdamW; None is betas.
         peak_learning_rate: the peak of learning_rate if it is a schedule. A number as
             aux_learning_rate or radius_learning_rate is the value there and follows the schedule.
         betas: Adam's two decay rates, for row lengths and AdamW.
@@ -294,7 +296,9 @@ def with_adamw(
     transformations: dict[Hashable, optax.GradientTransformation] = {
         name: angular_muown(learning_rate, **common, **layout) for name, layout in LAYOUTS.items()
     }
-    transformations["adamw"] = optax.adamw(aux_lr, *betas, eps=eps, weight_decay=aux_weight_decay)
+    transformations["adamw"] = optax.adamw(
+        aux_lr, *(aux_betas or betas), eps=eps, weight_decay=aux_weight_decay
+    )
     return optax.multi_transform(transformations, labels)
 
 

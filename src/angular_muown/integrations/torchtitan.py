@@ -77,6 +77,7 @@ def angular_muown(
     member: str = "AngularMuown",
     aux_lr: float | None = None,
     aux_weight_decay: float = 0.0,
+    aux_betas: tuple[float, float] | None = None,
     plan: dict[str, Any] | None = None,
     **settings: Any,
 ) -> AngularMuownContainer.Config:
@@ -87,11 +88,13 @@ def angular_muown(
         member: class name of the optimizer.
         aux_lr: learning rate of AdamW, for all parameters but the hidden matrices; None is lr.
         aux_weight_decay: weight decay of AdamW.
+        aux_betas: AdamW's two decay rates; None is the optimizer's betas.
         plan: further arguments of `angular_muown.plan`, such as overrides.
         **settings: arguments of the optimizer, such as warmup_steps.
     """
+    aux = {"aux_lr": aux_lr, "aux_weight_decay": aux_weight_decay, "aux_betas": aux_betas}
     return AngularMuownContainer.Config(
         member=member,
-        plan={"aux_lr": aux_lr, "aux_weight_decay": aux_weight_decay, **(plan or {})},
+        plan={**aux, **(plan or {})},
         optimizer_factory_kwargs_by_name={member: {"lr": lr, **settings}},
     )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from angular_muown.params.layout import VIEWS, Cut, Layout
 from angular_muown.params.roles import FSDP1, flattened_by, is_a, is_embedding_or_head
-from angular_muown.schedules import WINDOWS, is_number, is_window
+from angular_muown.schedules import INITIAL_MOMENTUM, WINDOWS, is_number, is_window
 from angular_muown.stages.orthogonalize import ORTHOGONALIZERS
 from angular_muown.stages.radius import RADII
 from angular_muown.stages.scale import SCALES
@@ -239,7 +239,7 @@ REMOVED = {
 }
 FOREIGN_KEYS = (
     *("params", "param_names", "base_lr", "interleaved", *ADAMW_KEYS),
-    *("initial_lr", "max_lr", "min_lr"),
+    *("initial_lr", "max_lr", "min_lr", INITIAL_MOMENTUM),
 )
 WIRE_DTYPES = (None, "float32", "float64", "bfloat16")  # float16 would lose small entries
 # No float16: gradients, and momentum with them, leave its range of 6e-8 to 65,504.
@@ -346,10 +346,12 @@ def check_not_model(params: Any, family: str) -> None:
 def changed_settings(group: Values, defaults: Values) -> dict[str, Any]:
     """Return what a group sets differently from the defaults, and what every reader looks for.
 
-    The learning rate is the one before any schedule. What schedulers keep in a group is left out,
-    and so is what AdamW does not use.
+    Learning rate and momentum are those before any schedule. What schedulers keep in a group is
+    left out, and so is what AdamW does not use.
     """
     lr = group.get("initial_lr", group.get("lr"))
+    if INITIAL_MOMENTUM in group:
+        group = {**group, "momentum": group[INITIAL_MOMENTUM]}
     always = {"algorithm": group.get("algorithm"), "lr": lr}
     changed = {
         key: value
@@ -450,10 +452,17 @@ def parameter_list(params: Any) -> Any:
     return entries
 
 
+def check_value(name: str, value: Any, key: str) -> None:
+    """Check an argument `name` by the rule of the option `key`."""
+    is_valid, expected = RULES[key]
+    if not is_valid(value):
+        raise ValueError(f"{name}={value!r} is not valid: it must be {expected}")
+
+
 def check_values(group: Values) -> None:
-    for key, (is_valid, expected) in RULES.items():
-        if key in group and not is_valid(group[key]):
-            raise ValueError(f"{key}={group[key]!r} is not valid: it must be {expected}")
+    for key in RULES:
+        if key in group:
+            check_value(key, group[key], key)
     if group.get("fused") and group.get("foreach"):
         raise ValueError("fused=True with foreach=True: choose one of torch's implementations")
     if group["algorithm"] == "matrix":

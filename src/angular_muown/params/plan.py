@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from angular_muown.params.fused_layouts import Layouts, declare_cuts
 from angular_muown.params.layout import Cut
-from angular_muown.params.options import check_model
+from angular_muown.params.options import check_model, check_value, plain_value
 from angular_muown.params.roles import (
     Patterns,
     Role,
@@ -134,6 +134,7 @@ def plan(
     head: str | Iterable[str] | None = "auto",
     aux_lr: float | None = None,
     aux_weight_decay: float = 0.0,
+    aux_betas: tuple[float, float] | None = None,
     radius_lr: float | None = None,
     overrides: Overrides | None = None,
     layouts: Layouts | None = None,
@@ -159,6 +160,8 @@ def plan(
             (get_output_embeddings) or one with a usual name. None means that there is no head.
         aux_lr: learning rate of the AdamW groups; None means the optimizer's lr.
         aux_weight_decay: weight decay of the AdamW groups.
+        aux_betas: Adam's two decay rates in the AdamW groups; None means the optimizer's betas,
+            which row lengths have in any case.
         radius_lr: learning rate of the matrices' row lengths; None means lr.
         overrides: pattern -> values to set in the group, such as {"*.mlp.*": {"lr": 0.01}}.
         layouts: "ParentClass.attribute" -> cut of a fused layer, in addition to those of the common
@@ -180,7 +183,7 @@ def plan(
         "column_blocks": patterns.lookup("column_blocks", (column_blocks or {}).items()),
     }
     defaults = {
-        "adamw": {"weight_decay": aux_weight_decay, **({} if aux_lr is None else {"lr": aux_lr})},
+        "adamw": _adamw_values(aux_lr, aux_weight_decay, aux_betas),
         "matrix": {} if radius_lr is None else {"radius_lr": radius_lr},
     }
     overridden = patterns.lookup("overrides", (overrides or {}).items())
@@ -208,6 +211,20 @@ def plan(
 
 # What `for_model` passes to plan.
 PLAN_ARGUMENTS = tuple(inspect.signature(plan).parameters)[1:]
+
+
+def _adamw_values(
+    lr: float | None, weight_decay: float, betas: tuple[float, float] | None
+) -> dict[str, Any]:
+    """Return what the AdamW groups set themselves."""
+    values: dict[str, Any] = {"weight_decay": weight_decay}
+    if lr is not None:
+        values["lr"] = lr
+    if betas is not None:
+        betas = plain_value(betas)
+        check_value("aux_betas", betas, "betas")
+        values["betas"] = tuple(betas)
+    return values
 
 
 def _declared_roles(

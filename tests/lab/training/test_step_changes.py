@@ -13,7 +13,7 @@ from angular_lab.training.ranks import Ranks
 from angular_lab.training.start import train
 from angular_lab.training.step_changes import Extrapolation, SlowMomentum, equalize_rows
 from angular_lab.training.trainer import Trainer
-from angular_muown import AngularMuown, Muon
+from angular_muown import AngularMuown, Muon, create, wsd_schedule
 from tests.lab.runs import lines, stopped_copy, tiny
 
 ON = ExtrapolateSpec(strength=0.5, decay=0.8, start=0.25, end=0.75)
@@ -107,6 +107,41 @@ def test_the_momentum_rises_and_falls(data: Path, tmp_path: Path, monkeypatch) -
     assert seen == pytest.approx([*rising, *rising[::-1]])
 
 
+KEYS = ("algorithm", "lr", "momentum", "betas", "radius_lr", "warmup_steps")
+
+
+@pytest.mark.parametrize("name", ["muon", "angular_muown"])
+def test_the_library_alone_sets_what_the_lab_sets(data: Path, tmp_path, monkeypatch, name) -> None:
+    """Step by step, in one line each for the optimizer and its schedule."""
+    seen, update = [], Trainer.update
+
+    def values(optimizer) -> list[dict]:
+        return [{key: g.get(key) for key in KEYS} for g in optimizer.param_groups]
+
+    def watch(self: Trainer) -> None:
+        update(self)
+        seen.append(values(self.optimizer))
+
+    monkeypatch.setattr(Trainer, "update", watch)
+    spec = tiny(data)
+    o = replace(spec.optim, name=name, momentum_start=0.85, momentum_ramp=5, aux_beta2=0.99)
+    train(replace(spec, optim=o), tmp_path / "run")
+    model = build.make_model(spec, Ranks(0, 1, torch.device("cpu")))
+    optimizer = create(name, model, o.lr, blocks=model.blocks(), aux_betas=(0.9, 0.99))
+    scheduler = wsd_schedule(
+        optimizer, spec.steps, warmup=spec.schedule.warmup, cooldown=spec.decay_steps,
+        momentum_start=0.85, momentum_ramp=5,
+    )  # fmt: skip
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    for expected in seen:
+        assert values(optimizer) == expected
+        optimizer.step()
+        scheduler.step()
+    assert len(seen) == spec.steps
+    assert len({groups[-1]["momentum"] for groups in seen}) > 5
+
+
 @pytest.mark.parametrize("name", ["adamw", "normuon", "angular_muown"])
 def test_aux_beta2_is_for_what_is_not_a_hidden_matrix(data: Path, name: str) -> None:
     spec = tiny(data, optim=OptimSpec(name=name, aux_beta2=0.99))
@@ -126,6 +161,11 @@ def test_aux_beta2_is_for_what_is_not_a_hidden_matrix(data: Path, name: str) -> 
         ({"extrapolate": replace(ON, start=0.9)}, r"extrapolate.start=0.9: it must be from 0"),
         ({"extrapolate": replace(ON, end=1.5)}, r"extrapolate.end=1.5: it must be at most 1"),
         ({"optim": OptimSpec(momentum_ramp=0)}, r"optim.momentum_ramp=0: it must be at least 1"),
+        ({"optim": OptimSpec(aux_beta2=1.5)}, r"optim: aux_betas=\(0.9, 1.5\) is not valid"),
+        (
+            {"optim": OptimSpec(name="adamw", aux_beta2=1.5)},
+            r"optim: aux_betas=\(0.9, 1.5\) is not valid",
+        ),
         ({"optim": OptimSpec(momentum_start=1.2)}, r"optim.momentum_start=1.2: it must be from 0"),
         ({"optim": OptimSpec(momentum_start=0.8)}, r"optim.momentum_ramp=300: the run has 12 step"),
         (

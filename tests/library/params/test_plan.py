@@ -1,5 +1,6 @@
 """plan: every trainable parameter is in exactly one group, the right one, or an error names it."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -53,6 +54,32 @@ def test_learning_rates_and_decay_reach_the_groups() -> None:
             assert (group["lr"], group["weight_decay"]) == (0.003, 0.1)
         else:
             assert (group["lr"], group["radius_lr"], group["weight_decay"]) == (0.02, 0.004, 0.0)
+
+
+def test_betas_of_the_adamw_groups_are_their_own() -> None:
+    model = tiny_lm()
+    overrides = {"lm_head.weight": {"betas": (0.7, 0.8)}}
+    groups = plan(model, aux_betas=(0.9, 0.99), overrides=overrides)
+    assert "betas=(0.9, 0.99)" in groups.table()
+    for group in AngularMuown(groups, lr=0.02, betas=(0.8, 0.9)).param_groups:
+        own = (0.7, 0.8) if "lm_head.weight" in group["param_names"] else (0.9, 0.99)
+        assert group["betas"] == ((0.8, 0.9) if group["algorithm"] == "matrix" else own)
+    usual = AngularMuown(plan(model), lr=0.02, betas=(0.8, 0.9))
+    assert {group["betas"] for group in usual.param_groups} == {(0.8, 0.9)}
+    assert all("betas" not in group for group in plan(model))
+
+
+@pytest.mark.parametrize("betas", [[0.9, 0.99], (np.float32(0.9), np.float64(0.99))])
+def test_betas_in_a_list_or_of_numpy_become_plain_numbers(betas) -> None:
+    group = group_of(plan(tiny_lm(), aux_betas=betas), "lm_head.weight")
+    assert group["betas"] == pytest.approx((0.9, 0.99))
+    assert [type(group["betas"]), *map(type, group["betas"])] == [tuple, float, float]
+
+
+@pytest.mark.parametrize("betas", [(0.9, 1.0), (0.9,), 0.99, (-0.1, 0.9), "0.9, 0.99"])
+def test_betas_that_are_none_are_rejected_by_name(betas) -> None:
+    with pytest.raises(ValueError, match=r"^aux_betas=.* is not valid: .* two numbers in \[0, 1\)"):
+        plan(tiny_lm(), aux_betas=betas)
 
 
 def test_overrides_apply_by_pattern() -> None:
