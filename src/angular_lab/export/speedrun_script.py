@@ -25,13 +25,14 @@ from angular_lab.config.named_runs import speedrun
 from angular_lab.config.spec import ModelSpec, ScheduleSpec
 from angular_lab.errors import UserError
 from angular_lab.models.gpt_speedrun import GPTSpeedrun
-from angular_muown import AngularMuown, inverse_polynomial, plan, wsd
+from angular_muown import AngularMuown, inverse_polynomial, plan, ramp, wsd
 
 RUN = replace(speedrun(), steps=3000, schedule=ScheduleSpec(warmup=60, decay=0.5))
 LR = 0.03  # angle of a step, in radians
 DECAY_SCALE = 1e-3  # c of kappa, per step
 EMBEDDING_LR, HEAD_LR, VECTOR_LR = 0.6, 0.009375, 0.03  # AdamW; vectors are gains and biases
-AUX = {"betas": (0.8, 0.95), "eps": 1e-10}  # AdamW
+AUX_BETAS, AUX_EPS = (0.8, 0.95), 1e-10  # AdamW
+MOMENTUM_RAMP = 300  # steps from --momentum-start to the momentum, and back at the end
 VAL_TOKENS = 20 * 524_288  # this and the next line: the track's
 VAL_EVERY = 125  # steps
 LATE_VAL_EVERY = 25  # in the last tenth, so that the first step that passes is known
@@ -131,7 +132,8 @@ def make_optimizer(model: GPTSpeedrun, options: argparse.Namespace) -> AngularMu
         if p.ndim < 2:
             rates[name] = options.vector_lr
     fused = next(model.parameters()).is_cuda
-    overrides = {name: {**AUX, "lr": lr, "fused": fused} for name, lr in rates.items()}
+    aux = {"betas": (AUX_BETAS[0], options.aux_beta2), "eps": AUX_EPS, "fused": fused}
+    overrides = {name: {**aux, "lr": lr} for name, lr in rates.items()}
     groups = plan(model, blocks=model.blocks(), radius_lr=options.radius_lr, overrides=overrides)
     return AngularMuown(
         groups, options.lr, warmup_steps=options.warmup, decay_scale=options.decay_scale
@@ -146,6 +148,14 @@ def schedule(step: int, options: argparse.Namespace) -> float:
     """Return the factor of all learning rates."""
     decay_steps = round(options.cooldown * options.steps)
     return wsd(step, options.steps, options.warmup, decay_steps)
+
+
+def momentum(step: int, highest: float, options: argparse.Namespace) -> float:
+    """Return the momentum of the matrices at a step."""
+    start = options.momentum_start
+    if start is None:
+        return highest
+    return start + ramp(step, options.steps, MOMENTUM_RAMP) * (highest - start)
 
 
 def total_angle(options: argparse.Namespace) -> float:
@@ -171,6 +181,7 @@ class Training:
         self.autocast = torch.autocast(ranks.device.type, torch.bfloat16, enabled=on_gpu)
         self.optimizer = make_optimizer(self.model, options)
         self.lrs = [group["lr"] for group in self.optimizer.param_groups]
+        self.highest_momentum = self.optimizer.defaults["momentum"]
 
     def losses(self, windows: Tensor) -> Iterator[Tensor]:
         """Yield the loss of each micro-batch; summed over all ranks, they give the mean."""
@@ -193,6 +204,8 @@ class Training:
         factor = schedule(index, self.options)
         for group, lr in zip(self.optimizer.param_groups, self.lrs, strict=True):
             group["lr"] = lr * factor
+            if group["algorithm"] == "matrix":
+                group["momentum"] = momentum(index, self.highest_momentum, self.options)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return self.ranks.sum(total).item()
@@ -221,11 +234,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value, help=f"default: {value:,}")
     settings = {"lr": LR, "decay-scale": DECAY_SCALE, "cooldown": RUN.schedule.decay,
-                "embedding-lr": EMBEDDING_LR, "head-lr": HEAD_LR,
-                "vector-lr": VECTOR_LR}  # fmt: skip
+                "embedding-lr": EMBEDDING_LR, "head-lr": HEAD_LR, "vector-lr": VECTOR_LR,
+                "aux-beta2": AUX_BETAS[1]}  # fmt: skip
     for name, value in settings.items():
         parser.add_argument(f"--{name}", type=float, default=value, help=f"default: {value:g}")
     parser.add_argument("--radius-lr", type=float, help="of the row lengths; default: --lr")
+    text = f"first and last momentum, {MOMENTUM_RAMP} steps from the usual; default: constant"
+    parser.add_argument("--momentum-start", type=float, help=text)
     text = "stop after this many steps of the same schedule; default: --steps"
     parser.add_argument("--stop-after", type=int, help=text)
     options = parser.parse_args(arguments)
@@ -241,6 +256,12 @@ def check_options(options: argparse.Namespace, world: int) -> None:
         )
     if not 0 <= options.cooldown <= 1:
         raise UserError(f"--cooldown {options.cooldown:g} is a share of the steps, from 0 to 1")
+    start = options.momentum_start
+    if start is not None and (not 0 <= start < 1 or options.steps < 2 * MOMENTUM_RAMP):
+        raise UserError(
+            f"--momentum-start {start:g} must be from 0 to below 1, in a run of at least "
+            f"{2 * MOMENTUM_RAMP} steps; --steps is {options.steps}"
+        )
     if options.batch % world:
         raise UserError(f"--batch {options.batch} must be divisible by the {world} ranks")
     if options.val_tokens % (options.sequence * world) or options.val_tokens < 1:

@@ -14,10 +14,12 @@ import pytest
 import torch
 
 from angular_lab.config.named_runs import speedrun as named_run
+from angular_lab.config.spec import OptimSpec, Spec
 from angular_lab.data.shards import write_shard
 from angular_lab.export import speedrun, speedrun_script
 from angular_lab.export.speedrun import export_speedrun
 from angular_lab.training import build
+from angular_lab.training.step_changes import momentum_at
 from tests.lab.runs import SERVER, free_port, wait_all
 from tests.lab.tiny import SPECS, scrambled
 
@@ -198,6 +200,34 @@ def test_flags_reach_the_optimizer_and_the_schedule() -> None:
     assert speedrun_script.kappa(99, options) == pytest.approx(1 / (1 + 0.002 * 92))
 
 
+def test_the_momentum_rises_and_falls_as_in_the_trials() -> None:
+    words = ["--momentum-start", "0.85", "--aux-beta2", "0.99", "--steps", "700"]
+    options = speedrun_script.parse(words)
+    optim = OptimSpec(momentum_start=0.85, momentum_ramp=speedrun_script.MOMENTUM_RAMP)
+    spec = Spec(steps=700, optim=optim)
+    for step in (0, 1, 150, 299, 300, 399, 400, 550, 699):
+        assert speedrun_script.momentum(step, 0.95, options) == momentum_at(spec, step)
+        assert speedrun_script.momentum(step, 0.95, speedrun_script.parse([])) == 0.95
+    model = scrambled(SPECS["gpt_speedrun"])
+    groups = speedrun_script.make_optimizer(model, options).param_groups
+    assert {g["betas"] for g in groups if g["algorithm"] == "adamw"} == {(0.8, 0.99)}
+
+
+def test_steps_use_the_momentum_of_the_ramp(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speedrun_script, "MOMENTUM_RAMP", 2)
+    options = speedrun_script.parse([*arguments(data), "--momentum-start", "0.85"])
+    ranks = speedrun_script.Ranks("cpu")
+    training, used = speedrun_script.Training(options, ranks), []
+    tokens = options.batch * options.sequence
+    windows = next(speedrun_script.batches(data, "train", tokens, options.sequence, ranks))
+    for index in (0, 1, 2):
+        training.step(index, windows)
+        groups = training.optimizer.param_groups
+        [now] = {g["momentum"] for g in groups if g["algorithm"] == "matrix"}
+        used.append(now)
+    assert used == pytest.approx([0.85, 0.9, 0.95])
+
+
 def test_residual_stream_has_the_dtype_of_the_tracks() -> None:
     model = scrambled(SPECS["gpt_speedrun"])
     dtypes: list[torch.dtype] = []
@@ -259,6 +289,8 @@ def test_unusable_data_and_sizes_are_named(tmp_path: Path) -> None:
         (["--batch", "8"], 3, "divisible by the 3 ranks"),
         (["--val-tokens", "7"], 1, "--val-tokens 7 must be a multiple of 1024"),
         (["--stop-after", "3001"], 1, "--stop-after 3001 must be from 1 to --steps, 3000"),
+        (["--momentum-start", "1"], 1, "--momentum-start 1 must be from 0 to below 1"),
+        (["--momentum-start", "0.8", "--steps", "599"], 1, "at least 600 steps; --steps is 599"),
         (["--cooldown", "50"], 1, "--cooldown 50 is a share of the steps, from 0 to 1"),
     ):
         with pytest.raises(ValueError, match=message):
