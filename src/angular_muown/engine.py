@@ -471,7 +471,8 @@ class Engine(torch.optim.Optimizer):
         algorithm or cut is refused, and so is state with missing or damaged entries; the optimizer
         is then unchanged. The optimizer keeps its own `state_dtype`: momenta that were saved with
         another one are converted, with a warning that says what is rounded. AdamW's moments take
-        the dtype of the weights.
+        the dtype of the weights. A momentum that a schedule was moving is the usual one again,
+        unless this optimizer has such a schedule.
 
         Args:
             state_dict: what `state_dict()` returned.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from math import atan, cos, degrees, isfinite, pi, tan
 from typing import Any, NamedTuple, overload
+from weakref import WeakMethod
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -81,17 +82,23 @@ def linear(step: int, total_steps: int, warmup_steps: int = 0, floor: float = 0.
     return 1.0 - (1.0 - floor) * _progress(step, total_steps, warmup_steps)
 
 
-def ramp(step: int, total_steps: int, ramp_steps: int) -> float:
-    """Return a share that rises from 0 at the start of a run and falls back to 0 at its end.
+def ramp(step: int, total_steps: int, ramp_steps: int, start: float, highest: float) -> float:
+    """Return a value that rises linearly at the start of a run and falls back at its end.
 
-    It is linear, and 1 in between.
+    It is start + share (highest - start). The share is 0 at the first and the last step, and 1
+    between the rise and the fall.
 
     Args:
         step: the step, from 0.
-        total_steps: number of steps of the run; the share is 0 at the last one.
+        total_steps: number of steps of the run.
         ramp_steps: length of the rise, and that of the fall, in steps; at least 1.
+        start: the value of the first and the last step, and after the run.
+        highest: the value in between.
     """
-    return max(0.0, min(1.0, step / ramp_steps, (total_steps - 1 - step) / ramp_steps))
+    if ramp_steps < 1:
+        raise ValueError(f"ramp_steps={ramp_steps!r} is not valid: it must be at least 1")
+    share = max(0.0, min(1.0, step / ramp_steps, (total_steps - 1 - step) / ramp_steps))
+    return start + share * (highest - start)
 
 
 def _progress(step: int, total_steps: int, warmup_steps: int) -> float:
@@ -128,7 +135,7 @@ def wsd_schedule(
         momentum_ramp: length of that rise, and of the fall: as for warmup.
     """
     steps = check_lengths(total_steps, warmup=warmup, cooldown=cooldown)
-    momentum = _momentum(optimizer, total_steps, momentum_start, momentum_ramp)
+    momentum = _checked_ramp(optimizer, total_steps, momentum_start, momentum_ramp)
     _switch_on_kappa(optimizer)
     _set_kappa(optimizer, warmup_steps=steps["warmup"])
     factor = partial(
@@ -138,7 +145,7 @@ def wsd_schedule(
         warmup_steps=steps["warmup"],
         decay_steps=steps["cooldown"],
     )
-    return _scheduler(optimizer, factor, momentum)
+    return Schedule(optimizer, factor, momentum)
 
 
 def cosine_schedule(
@@ -164,7 +171,7 @@ def cosine_schedule(
             own at the start of the run, and falls back at the end. None keeps it constant.
         momentum_ramp: length of that rise, and of the fall: as for warmup.
     """
-    momentum = _momentum(optimizer, total_steps, momentum_start, momentum_ramp)
+    momentum = _checked_ramp(optimizer, total_steps, momentum_start, momentum_ramp)
     return _falling_schedule(cosine, optimizer, total_steps, warmup, floor, momentum)
 
 
@@ -191,7 +198,7 @@ def linear_schedule(
             own at the start of the run, and falls back at the end. None keeps it constant.
         momentum_ramp: length of that rise, and of the fall: as for warmup.
     """
-    momentum = _momentum(optimizer, total_steps, momentum_start, momentum_ramp)
+    momentum = _checked_ramp(optimizer, total_steps, momentum_start, momentum_ramp)
     return _falling_schedule(linear, optimizer, total_steps, warmup, floor, momentum)
 
 
@@ -201,7 +208,7 @@ def _falling_schedule(
     total_steps: int,
     warmup: float,
     floor: float,
-    momentum: "Momentum | None",
+    momentum: "Ramp | None",
 ) -> LambdaLR:
     steps = check_lengths(total_steps, warmup=warmup)
     if not is_number(floor) or not 0 <= floor <= 1:
@@ -209,7 +216,7 @@ def _falling_schedule(
     _set_kappa(optimizer, warmup_steps=steps["warmup"], decay_degree=0.0)
     length = {"total_steps": total_steps, "warmup_steps": steps["warmup"]}
     factor = partial(_within_run, factor, **length, floor=float(floor))
-    return _scheduler(optimizer, factor, momentum)
+    return Schedule(optimizer, factor, momentum)
 
 
 def _within_run(
@@ -226,77 +233,122 @@ def _within_run(
 
 # The momentum of a group before any schedule, next to torch's initial_lr.
 INITIAL_MOMENTUM = "initial_momentum"
+BASE_MOMENTA = "base_momenta"  # that of all groups in a schedule's state, next to its base_lrs
 
 
-class Momentum(NamedTuple):
-    """A momentum that rises from `start` and falls back to it."""
+class Ramp(NamedTuple):
+    """A momentum that rises from `start` to a group's usual one, and falls back."""
 
+    total_steps: int
+    steps: int
     start: float
-    share: Callable[[int], float]  # of the way to the group's own momentum, at a step
 
-    def at(self, step: int, own: float) -> float:
-        return self.start + self.share(step) * (own - self.start)
+    def at(self, step: int, usual: float) -> float:
+        return ramp(step, self.total_steps, self.steps, self.start, usual)
 
 
-class RampedMomentum(LambdaLR):
-    """A scheduler that also moves the momentum of the groups that have one.
+class Schedule(LambdaLR):
+    """A scheduler of the learning rate, and of the momentum if it is given a ramp.
 
-    As with torch's learning rates, it saves what they had before it, but not the schedule.
+    As with torch's learning rates, it saves what groups had before it, but not the schedule.
+    Loading an optimizer or a schedule, in any order, gives the momentum of this schedule's step,
+    whatever schedule the state was saved with; of several schedules it is the newest's.
     """
 
     def __init__(
-        self, optimizer: Optimizer, factor: Callable[[int], float], momentum: Momentum
+        self, optimizer: Optimizer, factor: Callable[[int], float], ramp: Ramp | None
     ) -> None:
-        self.momentum = momentum
-        self.base_momenta = [_own_momentum(group) for group in optimizer.param_groups]
+        self.ramp = ramp
         super().__init__(optimizer, factor)
+        self._follow_loading()
 
     def step(self, epoch: int | None = None) -> None:
         super().step(epoch)
         self._set_momentum()
 
     def _set_momentum(self) -> None:
-        for group, own in zip(self.optimizer.param_groups, self.base_momenta, strict=True):
-            if own:
-                group["momentum"] = self.momentum.at(self.last_epoch, own)
-                group[INITIAL_MOMENTUM] = own
+        for group in self.optimizer.param_groups:
+            usual = _usual_momentum(group)
+            if self.ramp is not None and usual:
+                group["momentum"] = self.ramp.at(self.last_epoch, usual)
+                group[INITIAL_MOMENTUM] = usual
+            else:
+                restore_momentum(group)
+
+    def _follow_loading(self) -> None:
+        """Set the momentum again whenever the optimizer has loaded a state."""
+        set_momentum = WeakMethod(self._set_momentum)  # no cycle, which would keep the optimizer
+
+        def after_loading(_: Optimizer) -> None:
+            if (method := set_momentum()) is not None:
+                method()
+
+        optimizer = self.optimizer
+        if not hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
+            optimizer = getattr(optimizer, "optimizer", None)  # a wrapper, such as accelerate's
+        if isinstance(optimizer, Optimizer):
+            optimizer.register_load_state_dict_post_hook(after_loading)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._follow_loading()  # torch does not copy an optimizer's hooks
 
     def state_dict(self) -> dict[str, Any]:
-        return {key: value for key, value in super().state_dict().items() if key != "momentum"}
+        state = {key: value for key, value in super().state_dict().items() if key != "ramp"}
+        if self.ramp is not None:
+            state[BASE_MOMENTA] = [_usual_momentum(g) for g in self.optimizer.param_groups]
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
+        super().load_state_dict({k: x for k, x in state_dict.items() if k != BASE_MOMENTA})
+        if BASE_MOMENTA in state_dict:
+            pairs = zip(self.optimizer.param_groups, state_dict[BASE_MOMENTA], strict=True)
+            for group, usual in pairs:
+                if usual:
+                    group[INITIAL_MOMENTUM] = usual
         self._set_momentum()
 
 
-def _scheduler(
-    optimizer: Optimizer, factor: Callable[[int], float], momentum: Momentum | None
-) -> LambdaLR:
-    for group in optimizer.param_groups:  # another schedule may have moved it
-        if INITIAL_MOMENTUM in group:
-            group["momentum"] = group.pop(INITIAL_MOMENTUM)
-    if momentum is None:
-        return LambdaLR(optimizer, factor)
-    return RampedMomentum(optimizer, factor, momentum)
+def restore_momentum(group: dict[str, Any]) -> None:
+    """Give a group the momentum that it had before any schedule."""
+    if INITIAL_MOMENTUM in group:
+        group["momentum"] = group.pop(INITIAL_MOMENTUM)
 
 
-def _own_momentum(group: Mapping[str, Any]) -> float:
+def _usual_momentum(group: Mapping[str, Any]) -> float:
     """Return a group's momentum before any schedule; 0 if it has none."""
     if group.get("algorithm") == "adamw":
         return 0.0
     return group.get(INITIAL_MOMENTUM, group.get("momentum", 0.0))
 
 
-def _momentum(
+def _checked_ramp(
     optimizer: Optimizer, total_steps: int, start: float | None, length: float
-) -> Momentum | None:
+) -> Ramp | None:
     """Check where the momentum of an optimizer starts, and how long it rises."""
+    steps = _in_steps(total_steps, {"momentum_ramp": length})["momentum_ramp"]
+    if steps < 1:
+        raise ValueError(f"momentum_ramp={length!r} is not valid: it must be at least one step")
     if start is None:
         return None
     start = _python_number(start)
     if not is_number(start) or not 0 <= start < 1:
         raise ValueError(f"momentum_start={start!r} is not valid: it must be a number in [0, 1)")
-    groups = [group for group in optimizer.param_groups if _own_momentum(group)]
+    _check_momenta(optimizer, start)
+    if 2 * steps > total_steps:
+        advice = f"make it at most {total_steps // 2} steps"
+        if total_steps < 2:
+            advice = "leave out momentum_start"
+        raise ValueError(
+            f"momentum_ramp={length!r} ({steps} steps) does not fit into total_steps="
+            f"{total_steps} twice, for the rise and the fall: {advice}"
+        )
+    return Ramp(int(total_steps), steps, float(start))
+
+
+def _check_momenta(optimizer: Optimizer, start: float) -> None:
+    """Check that the momentum of an optimizer can rise from `start`."""
+    groups = [group for group in optimizer.param_groups if _usual_momentum(group)]
     if not groups:
         raise ValueError(
             f"momentum_start={start!r}: no group of {type(optimizer).__name__} has a momentum: "
@@ -307,28 +359,12 @@ def _momentum(
             f"momentum_start={start!r} with capturable=True: a recorded step keeps the momentum "
             "that it was recorded with; leave out one of them"
         )
-    least = min(map(_own_momentum, groups))
+    least = min(map(_usual_momentum, groups))
     if start > least:
         raise ValueError(
             f"momentum_start={start!r} is above a group's momentum={least!r}: it must be at most "
             "that, because the momentum rises from it"
         )
-    steps = _check_ramp(total_steps, length)
-    return Momentum(float(start), partial(ramp, total_steps=int(total_steps), ramp_steps=steps))
-
-
-def _check_ramp(total_steps: int, length: float) -> int:
-    """Return the length of a ramp in steps."""
-    steps = _in_steps(total_steps, {"momentum_ramp": length})["momentum_ramp"]
-    if steps < 1:
-        raise ValueError(f"momentum_ramp={length!r} is not valid: it must be at least one step")
-    if 2 * steps > total_steps:
-        raise ValueError(
-            f"momentum_ramp={length!r} ({steps} steps) does not fit into total_steps="
-            f"{total_steps} twice, for the rise and the fall: make it at most {total_steps // 2} "
-            "steps"
-        )
-    return steps
 
 
 def _switch_on_kappa(optimizer: Optimizer) -> None:

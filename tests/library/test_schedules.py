@@ -1,9 +1,11 @@
 """Schedules: they set the learning rate and kappa together, and warn if both decay."""
 
 import copy
+import gc
 import io
 import pickle
 import warnings
+import weakref
 from itertools import pairwise
 
 import numpy as np
@@ -157,7 +159,7 @@ def momenta(optimizer, scheduler, steps: int) -> list[float]:
 
 
 def ramped(steps: int, start: float = 0.8, length: int = 4, own: float = 0.95) -> list[float]:
-    return [start + ramp(t, steps, length) * (own - start) for t in range(steps)]
+    return [ramp(t, steps, length, start, own) for t in range(steps)]
 
 
 def sgd(**options) -> torch.optim.SGD:
@@ -166,13 +168,21 @@ def sgd(**options) -> torch.optim.SGD:
 
 @pytest.mark.parametrize(("steps", "length"), [(1, 1), (2, 1), (9, 4), (10, 5), (700, 300)])
 def test_a_ramp_rises_falls_and_is_symmetric(steps: int, length: int) -> None:
-    shares = [ramp(t, steps, length) for t in range(steps)]
+    shares = [ramp(t, steps, length, 0.0, 1.0) for t in range(steps)]
     assert shares == shares[::-1]
     assert shares[0] == 0.0
     rise = shares[: min(length, (steps + 1) // 2)]
     assert rise == [t / length for t in range(len(rise))]
     assert set(shares[length : steps - length]) <= {1.0}
-    assert ramp(steps + 5, steps, length) == 0.0
+    assert ramp(steps + 5, steps, length, 0.0, 1.0) == 0.0
+    values = [ramp(t, steps, length, 0.8, 0.95) for t in range(steps)]
+    assert values == [0.8 + share * (0.95 - 0.8) for share in shares]
+
+
+@pytest.mark.parametrize("length", [0, -3])
+def test_a_ramp_has_at_least_one_step(length: int) -> None:
+    with pytest.raises(ValueError, match=rf"ramp_steps={length} is not valid: .* at least 1"):
+        ramp(0, 10, length, 0.8, 0.95)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -223,7 +233,9 @@ def test_each_group_has_its_own_momentum_and_some_have_none() -> None:
 def test_without_momentum_start_the_scheduler_and_the_momentum_are_as_before(name) -> None:
     optimizer = matrix()
     scheduler = ALL[name](optimizer, 20)
-    assert type(scheduler) is lr_scheduler.LambdaLR
+    assert isinstance(scheduler, lr_scheduler.LambdaLR)
+    usual = lr_scheduler.LambdaLR(matrix(), lambda t: 1.0)
+    assert scheduler.state_dict().keys() == usual.state_dict().keys()
     assert set(momenta(optimizer, scheduler, 20)) == {0.95}
     assert optimizer.param_groups[0].keys() - matrix().param_groups[0].keys() == {"initial_lr"}
 
@@ -272,6 +284,19 @@ def test_impossible_ramps_are_rejected(name, arguments, message) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("length", ["300", -1, 2.5, 0, None])
+def test_the_length_of_a_ramp_is_checked_even_if_it_is_not_used(name, length) -> None:
+    with pytest.raises(ValueError, match=r"momentum_ramp=.* is not valid"):
+        ALL[name](matrix(), 20, momentum_ramp=length)
+
+
+def test_a_run_of_one_step_has_no_ramp() -> None:
+    with pytest.raises(ValueError, match=r"momentum_ramp=1 .* leave out momentum_start") as error:
+        wsd_schedule(matrix(), 1, warmup=0, cooldown=0, momentum_start=0.8, momentum_ramp=1)
+    assert "0 steps" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -316,7 +341,137 @@ def test_a_ramped_momentum_resumes_in_any_order(make, stop: int, order: str) -> 
     assert momenta(resumed, continued, 12 - stop) == ramped(12)[stop:]
 
 
-def test_the_scheduler_remembers_the_momentum_that_an_optimizer_lost() -> None:
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    ("before", "after"), [(RISING, RISING), (RISING, {}), ({}, RISING), ({}, {})]
+)
+@pytest.mark.parametrize("make", [matrix, sgd])
+def test_the_schedule_that_goes_on_sets_the_momentum_in_any_order(
+    make, before, after, order: str
+) -> None:
+    """Whatever the run was saved with, and whatever the new optimizer was constructed with."""
+    stopped = make()
+    scheduler = wsd_schedule(stopped, 12, **before)
+    momenta(stopped, scheduler, 2)
+    saved = saved_and_loaded(stopped, scheduler)
+    resumed = make(momentum=0.95 if order == "scheduler alone" else 0.9)
+    continued = None
+    for part in ORDERS[order]:
+        if part == "optimizer":
+            resumed.load_state_dict(saved[0])
+        elif part == "construct":
+            continued = wsd_schedule(resumed, 12, **after)
+        else:
+            continued.load_state_dict(saved[1])
+    expected = ramped(12)[2:] if after else [0.95] * 10
+    assert momenta(resumed, continued, 10) == expected
+    assert ("initial_momentum" in resumed.param_groups[0]) == bool(after)
+    own = continued.state_dict().get("base_momenta")
+    assert own == ([0.95] if after else None)
+
+
+@pytest.mark.parametrize("member", MEMBERS, ids=lambda m: m.__name__)
+def test_a_loaded_optimizer_without_a_schedule_has_its_usual_momentum(member) -> None:
+    stopped = member([parameter(8, 6)], lr=0.02)
+    momenta(stopped, wsd_schedule(stopped, 12, **RISING), 2)
+    (saved,) = saved_and_loaded(stopped)
+    before = copy.deepcopy(saved)
+    resumed = member([parameter(8, 6)], lr=0.02)
+    resumed.load_state_dict(saved)
+    (group,) = resumed.param_groups
+    assert group["momentum"] == 0.95
+    assert "initial_momentum" not in group
+    assert saved["param_groups"] == before["param_groups"], "loading leaves its argument alone"
+    assert stopped.param_groups[0]["momentum"] == ramped(12)[2]
+
+
+@pytest.mark.parametrize("make", [matrix, sgd])
+def test_the_newest_of_several_schedules_sets_the_momentum_after_loading(make) -> None:
+    stopped = make()
+    momenta(stopped, wsd_schedule(stopped, 12, **RISING), 2)
+    (saved,) = saved_and_loaded(stopped)
+    low, none, high = {**RISING, "momentum_start": 0.5}, {}, {**RISING, "momentum_start": 0.7}
+    for settings in ([low, high], [low, none], [none, high], [low, none, high]):
+        optimizer = make()
+        schedules = [wsd_schedule(optimizer, 12, **each) for each in settings]
+        optimizer.load_state_dict(saved)
+        assert optimizer.param_groups[0]["momentum"] == settings[-1].get("momentum_start", 0.95)
+        assert len(schedules) == len(settings), "they are alive"
+
+
+@pytest.mark.parametrize("settings", [RISING, {}])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("make", [matrix, sgd])
+def test_copies_of_a_scheduler_set_the_momentum_after_loading(make, copied, settings) -> None:
+    saved = []
+    for given in (RISING, {}):
+        optimizer = make()
+        momenta(optimizer, wsd_schedule(optimizer, 12, **given), 2)
+        saved += saved_and_loaded(optimizer)
+    optimizer = make()
+    scheduler = wsd_schedule(optimizer, 12, **settings)
+    momenta(optimizer, scheduler, 3)
+    other = copied(scheduler)
+    expected = ramped(12)[3] if settings else 0.95
+    for one in (scheduler, other):
+        for state in saved:
+            one.optimizer.load_state_dict(state)
+            assert one.optimizer.param_groups[0]["momentum"] == expected
+    alone = copied(other.optimizer)  # a copy has no hooks, and follows no schedule
+    alone.load_state_dict(saved[1])
+    assert alone.param_groups[0]["momentum"] == 0.95
+
+
+@pytest.mark.parametrize("settings", [RISING, {}])
+def test_a_schedule_keeps_nothing_in_memory(settings) -> None:
+    optimizer = matrix()
+    scheduler = wsd_schedule(optimizer, 12, **settings)
+    momenta(optimizer, scheduler, 2)
+    states = saved_and_loaded(optimizer)
+    references = [weakref.ref(scheduler), weakref.ref(optimizer)]
+    gc.collect()
+    gc.disable()
+    try:
+        del scheduler
+        assert references[0]() is None
+        optimizer.load_state_dict(states[0])
+        assert optimizer.param_groups[0]["momentum"] == 0.95
+        del optimizer
+        assert references[1]() is None
+    finally:
+        gc.enable()
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Like accelerate's: it hands everything on, and has no hooks of its own."""
+
+    def __init__(self, optimizer) -> None:
+        self.optimizer = optimizer
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    defaults = property(lambda self: self.optimizer.defaults)
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def load_state_dict(self, state_dict) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize("settings", [RISING, {}])
+@pytest.mark.parametrize("make", [matrix, sgd])
+def test_a_wrapped_optimizer_follows_its_schedule_after_loading(make, settings) -> None:
+    for given in (RISING, {}):
+        stopped = make()
+        momenta(stopped, wsd_schedule(stopped, 12, **given), 2)
+        wrapped = Wrapper(make())
+        scheduler = wsd_schedule(wrapped, 12, **settings)
+        wrapped.load_state_dict(*saved_and_loaded(stopped))
+        assert momenta(wrapped, scheduler, 12) == (ramped(12) if settings else [0.95] * 12)
+
+
+@pytest.mark.parametrize("settings", [RISING, {}])
+def test_the_scheduler_remembers_the_momentum_that_an_optimizer_lost(settings) -> None:
     """Distributed checkpoints load only the keys that a group has: initial_momentum is none yet."""
     optimizer = matrix()
     scheduler = wsd_schedule(optimizer, 12, **RISING)
@@ -325,10 +480,11 @@ def test_the_scheduler_remembers_the_momentum_that_an_optimizer_lost() -> None:
     del states[0]["param_groups"][0]["initial_momentum"]
     resumed = matrix()
     resumed.load_state_dict(states[0])
-    continued = wsd_schedule(resumed, 12, **RISING)
+    continued = wsd_schedule(resumed, 12, **settings)
     continued.load_state_dict(states[1])
-    assert momenta(resumed, continued, 10) == ramped(12)[2:]
-    assert resumed.param_groups[0]["initial_momentum"] == 0.95
+    expected = ramped(12)[2:] if settings else [0.95] * 10
+    assert momenta(resumed, continued, 10) == expected
+    assert resumed.param_groups[0].get("initial_momentum") == (0.95 if settings else None)
 
 
 def saved_and_loaded(*parts):

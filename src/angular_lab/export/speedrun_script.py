@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 
 import torch
@@ -155,7 +156,7 @@ def momentum(step: int, highest: float, options: argparse.Namespace) -> float:
     start = options.momentum_start
     if start is None:
         return highest
-    return start + ramp(step, options.steps, MOMENTUM_RAMP) * (highest - start)
+    return ramp(step, options.steps, MOMENTUM_RAMP, start, highest)
 
 
 def total_angle(options: argparse.Namespace) -> float:
@@ -262,6 +263,14 @@ def check_options(options: argparse.Namespace, world: int) -> None:
             f"--momentum-start {start:g} must be from 0 to below 1, in a run of at least "
             f"{2 * MOMENTUM_RAMP} steps; --steps is {options.steps}"
         )
+    usual = signature(AngularMuown).parameters["momentum"].default
+    if start is not None and start > usual:
+        raise UserError(
+            f"--momentum-start {start:g} must be at most the usual momentum, {usual:g}: it rises "
+            "from there"
+        )
+    if not 0 <= options.aux_beta2 < 1:
+        raise UserError(f"--aux-beta2 {options.aux_beta2:g} must be from 0 to below 1")
     if options.batch % world:
         raise UserError(f"--batch {options.batch} must be divisible by the {world} ranks")
     if options.val_tokens % (options.sequence * world) or options.val_tokens < 1:

@@ -136,8 +136,7 @@ def momentum_at(spec: Spec, step: int) -> float:
     o = spec.optim
     if o.momentum_start is None:
         return o.momentum
-    share = ramp(step, spec.steps, o.momentum_ramp)
-    return o.momentum_start + share * (o.momentum - o.momentum_start)
+    return ramp(step, spec.steps, o.momentum_ramp, o.momentum_start, o.momentum)
 
 
 @torch.no_grad()

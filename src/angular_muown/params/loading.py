@@ -27,7 +27,7 @@ from angular_muown.params.options import (
     plain_values,
 )
 from angular_muown.params.state import compute_dtype, momentum_dtype, store_as_asked
-from angular_muown.schedules import is_number
+from angular_muown.schedules import is_number, restore_momentum
 from angular_muown.update import Recipe
 from angular_muown.warn import warn
 
@@ -228,6 +228,7 @@ def _complete(optimizer: LoadTarget, index: int, saved: Values) -> SavedGroup:
     for key in CLOCKS:
         if isinstance(group[key], Tensor):
             group[key] = _integer(group[key], group[key])
+    restore_momentum(group)  # a schedule that goes on sets its own after loading
     group = cuda_graph.adapt_saved(group, current)
     try:
         check_values(group)

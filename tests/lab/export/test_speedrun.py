@@ -290,6 +290,10 @@ def test_unusable_data_and_sizes_are_named(tmp_path: Path) -> None:
         (["--val-tokens", "7"], 1, "--val-tokens 7 must be a multiple of 1024"),
         (["--stop-after", "3001"], 1, "--stop-after 3001 must be from 1 to --steps, 3000"),
         (["--momentum-start", "1"], 1, "--momentum-start 1 must be from 0 to below 1"),
+        (["--momentum-start", "0.96"], 1, "--momentum-start 0.96 .* usual momentum, 0.95"),
+        (["--momentum-start", "nan"], 1, "--momentum-start nan must be from 0"),
+        (["--aux-beta2", "1"], 1, "--aux-beta2 1 must be from 0 to below 1"),
+        (["--aux-beta2", "-0.1"], 1, "--aux-beta2 -0.1 must be from 0 to below 1"),
         (["--momentum-start", "0.8", "--steps", "599"], 1, "at least 600 steps; --steps is 599"),
         (["--cooldown", "50"], 1, "--cooldown 50 is a share of the steps, from 0 to 1"),
     ):

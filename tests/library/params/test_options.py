@@ -67,6 +67,16 @@ def test_framework_keys_are_allowed() -> None:
     AngularMuown([{"params": [parameter(4, 6)], **dict.fromkeys(keys)}])
 
 
+def test_the_key_of_a_schedule_is_allowed_next_to_an_option_with_a_similar_name() -> None:
+    class Member(Engine):
+        def __init__(self, params, lr: float = 0.02, final_momentum: float = 0.8) -> None:
+            super().__init__(params, {"lr": lr, "final_momentum": final_momentum})
+
+    with pytest.raises(ValueError, match=r"final_momenta=0.8 .*did you mean final_momentum"):
+        Member([{"params": [parameter(4, 6)], "final_momenta": 0.8}])
+    Member([{"params": [parameter(4, 6)], "initial_momentum": 0.95}])
+
+
 @pytest.mark.parametrize(("key", "value"), [("process_group", False)])
 def test_constructor_arguments_are_rejected_in_groups(key, value) -> None:
     """They would pass as a framework's keys and have no effect."""
