@@ -265,6 +265,14 @@ def test_invalid_labels_and_arguments_are_rejected() -> None:
         angular_muown().init(params)
     with pytest.raises(ValueError, match=r"orthogonalize='gram' is not valid: .*polar_express"):
         angular_muown(orthogonalize="gram")
+    for betas in ((), (0.9,), (0.9, 1.0), 0.9):
+        message = r"betas=.* is not valid: it must be two numbers in \[0, 1\)"
+        with pytest.raises(ValueError, match="^aux_" + message):
+            with_adamw(0.02, params, aux_betas=betas)
+        with pytest.raises(ValueError, match="^" + message):
+            with_adamw(0.02, params, betas=betas)
+        with pytest.raises(ValueError, match="^" + message):
+            angular_muown(betas=betas)
     transformation = angular_muown()
     state = transformation.init(jnp.ones((2, 3)))
     with pytest.raises(ValueError, match=r"update\(gradients, state, params\)"):

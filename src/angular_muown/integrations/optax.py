@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from angular_muown.params.options import check_value, plain_value
 from angular_muown.params.roles import Patterns
 from angular_muown.stages.orthogonalize import (
     POLAR_EXPRESS,
@@ -200,6 +201,7 @@ def angular_muown(
         if value not in choices:
             names = ", ".join(choices)
             raise ValueError(f"{name}={value!r} is not valid: it must be one of {names}")
+    check_value("betas", plain_value(betas), "betas")
     radius_lr_or_schedule = _follow(
         "radius_learning_rate", radius_learning_rate, learning_rate, peak_learning_rate
     )
@@ -296,8 +298,12 @@ def with_adamw(
     transformations: dict[Hashable, optax.GradientTransformation] = {
         name: angular_muown(learning_rate, **common, **layout) for name, layout in LAYOUTS.items()
     }
+    if aux_betas is None:
+        aux_betas = betas
+    else:
+        check_value("aux_betas", plain_value(aux_betas), "betas")
     transformations["adamw"] = optax.adamw(
-        aux_lr, *(aux_betas or betas), eps=eps, weight_decay=aux_weight_decay
+        aux_lr, *aux_betas, eps=eps, weight_decay=aux_weight_decay
     )
     return optax.multi_transform(transformations, labels)
 
