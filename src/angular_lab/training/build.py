@@ -3,6 +3,8 @@
 import gc
 import inspect
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -145,20 +147,25 @@ def make_optimizer(model: LanguageModel, spec: Spec) -> torch.optim.Optimizer:
             f"schedule.fall={spec.schedule.fall:g} is for the learning rate of matrices, and "
             "optim.name=adamw has one for all: leave it at 0"
         )
-    try:
-        groups = _plan(model, o)
-        for group in groups:
-            if group["algorithm"] == "adamw":
-                group["fused"] = fused
+    groups = _plan(model, o)
+    for group in groups:
+        if group["algorithm"] == "adamw":
+            group["fused"] = fused
+    with _rejected_values():
         if o.name == "adamw":
             return torch.optim.AdamW(
                 [_plain(group, o.weight_decay) for group in groups],
                 lr=o.lr, betas=(o.beta1, o.beta2), fused=fused,
             )  # fmt: skip
         return OPTIMIZERS[o.name](groups, **_arguments(OPTIMIZERS[o.name], spec))
-    except UserError:
-        raise
-    except ValueError as error:  # a value of the spec that the library rejects
+
+
+@contextmanager
+def _rejected_values() -> Iterator[None]:
+    """Turn the error for a value of the spec that the library rejects into a UserError."""
+    try:
+        yield
+    except ValueError as error:
         raise UserError(f"optim: {error}") from error
 
 
@@ -216,16 +223,17 @@ def average_bytes(spec: Spec, model: LanguageModel, optimizer: torch.optim.Optim
 
 def _plan(model: LanguageModel, o: OptimSpec) -> Plan:
     """Return which parameters are hidden matrices, and how they are cut."""
-    blocks = model.blocks(o.split_heads)
-    return plan(
-        model,
-        blocks=blocks if o.split_blocks else dict.fromkeys(blocks, 1),
-        stacks=model.stacks(),
-        aux_lr=o.aux_lr,
-        aux_weight_decay=o.aux_weight_decay,
-        aux_betas=None if o.aux_beta2 is None else (o.beta1, o.aux_beta2),
-        overrides=_angles(o),
-    )
+    blocks, overrides = model.blocks(o.split_heads), _angles(o)
+    with _rejected_values():
+        return plan(
+            model,
+            blocks=blocks if o.split_blocks else dict.fromkeys(blocks, 1),
+            stacks=model.stacks(),
+            aux_lr=o.aux_lr,
+            aux_weight_decay=o.aux_weight_decay,
+            aux_betas=None if o.aux_beta2 is None else (o.beta1, o.aux_beta2),
+            overrides=overrides,
+        )
 
 
 def matrices(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
