@@ -3,8 +3,9 @@
 from angular_lab.experiments import trials
 from angular_lab.experiments.statistics import verdict
 from angular_lab.report.read import SweepResults
-from evidence.kept import OURS, Kept, Rows
+from evidence.kept import Kept, Rows
 from evidence.measures import CHOOSER, Facts, judging
+from evidence.one_pass import METHODS
 from evidence.titles import title
 from evidence.whole_corpus import WholeCorpus, word
 
@@ -20,7 +21,7 @@ def facts(kept: Kept) -> Facts:
     baseline, chosen = losses[trials.BASELINE], losses[trials.LONGER]
     extrapolated = {arm: loss for arm, loss in losses.items() if arm.startswith(trials.ALONE)}
     stacked = [loss for arm, loss in extrapolated.items() if arm.startswith(trials.STACK)]
-    later = (f"{trials.LONGER}, ", *competitors())
+    later = (f"{trials.LONGER}, ", *_competitors())
     first = [loss for arm, loss in losses.items() if not arm.startswith(later)]
     alone = [loss for loss in extrapolated.values() if loss not in stacked]
     keys = [f"val_loss_averaged_{window}" for window in trials.AVERAGES]
@@ -33,9 +34,9 @@ def facts(kept: Kept) -> Facts:
             "adamw_gains_less_with_all": losses[FOR_SOME] < losses[FOR_ALL] < losses[USUAL],
             "separate_heads_are_lower": losses[f"{trials.LONGER}, split_heads"] < chosen,
             "slower_momentum_is_worse": losses[SLOWER[1]] > losses[SLOWER[0]] > chosen,
+            "adamw_gains_more_than_ours": losses[USUAL] - losses[FOR_SOME] > baseline - chosen,
             "extrapolation_is_worse": min(alone) > baseline and min(stacked) > chosen,
             "longer_momentum_is_worse": losses["momentum 0.975, lr 0.016"] > baseline,
-            "averaged": len(averaged),
             "averages_are_not_lower": all(
                 run(key)[quarter] > run("val_loss")[quarter] for run in averaged for key in keys
             ),
@@ -54,14 +55,16 @@ def _losses(sweep: SweepResults) -> dict[str, float]:
 def _whole(kept: Kept) -> Facts:
     """Return what the best trial gains over the whole corpus, for every method that was run both
     ways on common seeds."""
-    whole, gains = WholeCorpus(kept), {}
-    for arm in whole.best.values():
+    whole = WholeCorpus(kept)
+    names = {label: name for name, label in METHODS.items()}
+    gains: Facts = {}
+    for arm in (arm for arm in whole.best.values() if arm.change):
         usual = whole.arms.get((arm.method, arm.schedule))
         result = verdict(judging(arm.losses), judging(usual.losses)) if usual else None
-        if arm.change and result and result.paired.mean is not None:
-            name = "ours" if arm.method == OURS else arm.method.partition(",")[0]
+        if result and result.paired.mean is not None:
             seeds = len(result.paired.seeds)
-            gains[name] = {"gain": -result.paired.mean, "outcome": word(result), "seeds": seeds}
+            gain = {"gain": -result.paired.mean, "outcome": word(result), "seeds": seeds}
+            gains.setdefault(names[arm.method], gain)
     return gains
 
 
@@ -69,19 +72,20 @@ def table(kept: Kept) -> Rows:
     """Return the trials at a quarter of the corpus, each with what it was compared with."""
     sweep = kept.sweeps["trials"]
     losses = _losses(sweep)
-    rows = []
-    for arm, other in sweep.pairs:
-        if {arm, other} <= losses.keys() and arm != trials.BASELINE and other in _bases(arm):
-            against = f"{title(other)}, {losses[other]:.4f}"
-            rows.append([title(arm), f"{losses[arm]:.4f}", against])
-            rows[-1].append(f"{losses[arm] - losses[other]:+.4f}")
+    pairs = [(arm, other) for arm, other in sweep.pairs if {arm, other} <= losses.keys()]
+    rows = [
+        [title(arm), f"{losses[arm]:.4f}", f"{title(other)}, {losses[other]:.4f}",
+         f"{losses[arm] - losses[other]:+.4f}"]
+        for arm, other in pairs
+        if arm != trials.BASELINE and other in _bases(arm)
+    ]  # fmt: skip
     return [["trial", "loss", "against", "difference"], *rows]
 
 
 def _bases(arm: str) -> set[str]:
     """Return the arms of which this one is a change."""
-    return {trials.BASELINE, trials.LONGER, *(x for x in competitors() if arm.startswith(x))}
+    return {trials.BASELINE, trials.LONGER, *(x for x in _competitors() if arm.startswith(x))}
 
 
-def competitors() -> list[str]:
+def _competitors() -> list[str]:
     return [f"{method}, {schedule}" for method, schedule in trials.COMPETITORS]

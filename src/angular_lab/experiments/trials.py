@@ -117,7 +117,7 @@ def _competitors(scale: str, whole: bool) -> list[tuple[Arm, list[Arm]]]:
 
 def _reference(label: str) -> str:
     """Return the arm that a trial is compared with: what it changes further, or the method."""
-    return LONGER if label.startswith(f"{LONGER}, ") else BASELINE
+    return LONGER if LONGER in label and label != LONGER else BASELINE
 
 
 def _plan(name: str, scale: str, title: str, seeds: tuple[int, ...], whole: bool) -> Experiment:
