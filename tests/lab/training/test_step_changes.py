@@ -166,6 +166,14 @@ def test_aux_beta2_is_for_what_is_not_a_hidden_matrix(data: Path, name: str) -> 
             {"optim": OptimSpec(name="adamw", aux_beta2=1.5)},
             r"optim: aux_betas=\(0.9, 1.5\) is not valid",
         ),
+        (
+            {
+                "optim": OptimSpec(aux_beta2=1.5),
+                "precision": "bf16_weights",
+                "extrapolate": ExtrapolateSpec(),
+            },
+            r"optim: aux_betas=\(0.9, 1.5\) is not valid",
+        ),
         ({"optim": OptimSpec(momentum_start=1.2)}, r"optim.momentum_start=1.2: it must be from 0"),
         ({"optim": OptimSpec(momentum_start=0.8)}, r"optim.momentum_ramp=300: the run has 12 step"),
         (
