@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from angular_lab.config.spec import ExtrapolateSpec, OptimSpec, Spec
+from angular_lab.errors import UserError
 from angular_lab.training import build
 from angular_lab.training.ranks import Ranks
 from angular_lab.training.start import train
@@ -166,14 +167,6 @@ def test_aux_beta2_is_for_what_is_not_a_hidden_matrix(data: Path, name: str) -> 
             {"optim": OptimSpec(name="adamw", aux_beta2=1.5)},
             r"optim: aux_betas=\(0.9, 1.5\) is not valid",
         ),
-        (
-            {
-                "optim": OptimSpec(aux_beta2=1.5),
-                "precision": "bf16_weights",
-                "extrapolate": ExtrapolateSpec(),
-            },
-            r"optim: aux_betas=\(0.9, 1.5\) is not valid",
-        ),
         ({"optim": OptimSpec(momentum_start=1.2)}, r"optim.momentum_start=1.2: it must be from 0"),
         ({"optim": OptimSpec(momentum_start=0.8)}, r"optim.momentum_ramp=300: the run has 12 step"),
         (
@@ -195,6 +188,13 @@ def test_aux_beta2_is_for_what_is_not_a_hidden_matrix(data: Path, name: str) -> 
 def test_errors_name_the_setting(data: Path, tmp_path: Path, changes, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         train(tried(data, **changes), tmp_path / "run")
+
+
+def test_a_look_at_a_run_with_bf16_weights_names_the_setting_too() -> None:
+    """`show`, `check` and dry runs plan it before they construct its optimizer."""
+    spec = Spec(precision="bf16_weights", optim=OptimSpec(aux_beta2=1.5))
+    with pytest.raises(UserError, match=r"optim: aux_betas=\(0.9, 1.5\) is not valid"):
+        build.without_memory(spec)
 
 
 def test_a_length_that_may_change_is_no_length_to_depend_on(data: Path) -> None:
