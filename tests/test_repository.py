@@ -61,14 +61,16 @@ def test_import_is_quick_and_compiles_nothing(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPYCACHEPREFIX": str(tmp_path)}
     env.pop("PYTHONDONTWRITEBYTECODE", None)
     seconds = []
-    for _ in range(3):
+    for _ in range(10):  # other processes can only make it slower
         run = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env
         )
         elapsed, *loaded = run.stdout.split()
         assert loaded == ["False"]
         seconds.append(float(elapsed))
-    assert min(seconds) < 0.05
+        if seconds[-1] < 0.05:
+            return
+    pytest.fail(f"importing angular_muown took at least {min(seconds):.3f} s, ten times")
 
 
 def test_the_library_depends_only_on_torch() -> None:

@@ -49,7 +49,9 @@ def estimated_time(seconds: float) -> str:
     """Return a time that is only estimated, in the largest unit that it fills: 3.2 hours."""
     if seconds > 1000 * DAY:
         years = seconds / (365.25 * DAY)
-        return f"{years:.1f} years" if years < 10 else f"{years:,.0f} years"
+        if years >= 1000:
+            return f"{years / 1000:,.0f}k years"
+        return f"{years:.1f} years" if years < 10 else f"{years:.0f} years"
     for unit, size in (("days", DAY), ("hours", 3600), ("minutes", 60)):
         if seconds >= size:
             return f"{seconds / size:.1f} {unit}"

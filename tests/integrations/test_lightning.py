@@ -101,7 +101,7 @@ def test_a_torch_scheduler_is_stepped_per_step_and_must_be_the_optimizers() -> N
     assert result["optimizer"] is optimizer
     assert result["lr_scheduler"] == {"scheduler": scheduler, "interval": "step"}
     other = linear_schedule(torch.optim.SGD(layer.parameters(), lr=1.0), 10)
-    with pytest.raises(ValueError, match=r"schedule=LambdaLR belongs to another optimizer \(SGD\)"):
+    with pytest.raises(ValueError, match=r"schedule=Schedule belongs to another optimizer \(SGD\)"):
         per_step(optimizer, other)
 
 

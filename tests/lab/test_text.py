@@ -35,7 +35,7 @@ def test_times() -> None:
     assert [clock(x) for x in times] == ["0:42", "5:10", "3:05:10", "2d 03:05", "?"]
     assert [measured_time(x) for x in (7.24, 754, 3723)] == ["7.2 s", "12:34", "1:02:03"]
     estimates = {0.3: "under a second", 1.2: "1 second", 42: "42 seconds", 5400: "1.5 hours",
-                 3e8: "9.5 years"}  # fmt: skip
+                 3e8: "9.5 years", 3e10: "951 years", 3.2e10: "1k years"}  # fmt: skip
     assert {x: estimated_time(x) for x in estimates} == estimates
 
 

@@ -259,7 +259,11 @@ def test_what_a_trial_stores_in_addition_counts(tmp_path: Path) -> None:
     assert disk["extrapolation 0.3"] > 1.1 * disk["aux_beta2 0.99"]
 
 
-def test_the_listing_has_hours_by_device(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("rate", [2e9, 2.5e10, 4e14])  # FLOP/s, of a machine under load too
+def test_the_listing_has_hours_by_device(
+    rate: float, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("angular_lab.experiments.cost.rate_here", lambda: (rate, "measured now"))
     assert main(["experiments", "--scale", "paper"]) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 100
