@@ -228,7 +228,7 @@ def _complete(optimizer: LoadTarget, index: int, saved: Values) -> SavedGroup:
     for key in CLOCKS:
         if isinstance(group[key], Tensor):
             group[key] = _integer(group[key], group[key])
-    restore_momentum(group)  # a schedule that goes on sets its own after loading
+    restore_momentum(group)  # a schedule of this optimizer sets its own after loading
     group = cuda_graph.adapt_saved(group, current)
     try:
         check_values(group)
