@@ -322,6 +322,19 @@ ORDERS = {
 }
 
 
+def load(saved, optimizer, order: str, settings: dict[str, float]):
+    """Load an optimizer's and a schedule's state in this order; return the new schedule."""
+    schedule = None
+    for part in ORDERS[order]:
+        if part == "optimizer":
+            optimizer.load_state_dict(saved[0])
+        elif part == "construct":
+            schedule = wsd_schedule(optimizer, 12, **settings)
+        else:
+            schedule.load_state_dict(saved[1])
+    return schedule
+
+
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("stop", [0, 2, 6, 10])
 @pytest.mark.parametrize("make", [matrix, sgd])
@@ -330,14 +343,8 @@ def test_a_ramped_momentum_resumes_in_any_order(make, stop: int, order: str) -> 
     stopped = make()
     scheduler = wsd_schedule(stopped, 12, **RISING)
     momenta(stopped, scheduler, stop)
-    saved, resumed, continued = saved_and_loaded(stopped, scheduler), make(), None
-    for part in ORDERS[order]:
-        if part == "optimizer":
-            resumed.load_state_dict(saved[0])
-        elif part == "construct":
-            continued = wsd_schedule(resumed, 12, **RISING)
-        else:
-            continued.load_state_dict(saved[1])
+    resumed = make()
+    continued = load(saved_and_loaded(stopped, scheduler), resumed, order, RISING)
     assert momenta(resumed, continued, 12 - stop) == ramped(12)[stop:]
 
 
@@ -346,23 +353,14 @@ def test_a_ramped_momentum_resumes_in_any_order(make, stop: int, order: str) -> 
     ("before", "after"), [(RISING, RISING), (RISING, {}), ({}, RISING), ({}, {})]
 )
 @pytest.mark.parametrize("make", [matrix, sgd])
-def test_the_schedule_that_goes_on_sets_the_momentum_in_any_order(
-    make, before, after, order: str
-) -> None:
+def test_the_new_schedule_sets_the_momentum_in_any_order(make, before, after, order: str) -> None:
     """Whatever the run was saved with, and whatever the new optimizer was constructed with."""
     stopped = make()
     scheduler = wsd_schedule(stopped, 12, **before)
     momenta(stopped, scheduler, 2)
     saved = saved_and_loaded(stopped, scheduler)
     resumed = make(momentum=0.95 if order == "scheduler alone" else 0.9)
-    continued = None
-    for part in ORDERS[order]:
-        if part == "optimizer":
-            resumed.load_state_dict(saved[0])
-        elif part == "construct":
-            continued = wsd_schedule(resumed, 12, **after)
-        else:
-            continued.load_state_dict(saved[1])
+    continued = load(saved, resumed, order, after)
     expected = ramped(12)[2:] if after else [0.95] * 10
     assert momenta(resumed, continued, 10) == expected
     assert ("initial_momentum" in resumed.param_groups[0]) == bool(after)
