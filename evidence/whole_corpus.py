@@ -195,14 +195,15 @@ class WholeCorpus:
         for arm in (arm for arm in self.others if arm.change):
             for ours in (self.ours, self.changed):
                 result = verdict(judging(ours.losses), judging(arm.losses))
-                assert result.paired.mean is not None
-                assert result.interval is not None
-                low, high = sorted(-end for end in result.interval)
-                cells = [title(ours.name), title(arm.name), f"{-result.paired.mean:.3f}"]
-                cells += [f"{low:.3f} to {high:.3f}", result.label]
-                factors = (-result.paired.mean, low, high)
-                mean, least, most = (fewer_tokens(self.curves[ours.name], x) for x in factors)
-                rows.append([*cells, f"{mean:.2f} ({least:.2f} to {most:.2f})"])
+                if result.paired.mean is None:  # no common seed judges
+                    continue
+                leads = sorted(-end for end in result.interval or ())
+                interval = " to ".join(f"{lead:.3f}" for lead in leads) or "-"
+                curve = self.curves[ours.name]
+                factors = " to ".join(f"{fewer_tokens(curve, lead):.2f}" for lead in leads)
+                factor = f"{fewer_tokens(curve, -result.paired.mean):.2f}"
+                cells = [title(ours.name), title(arm.name), f"{-result.paired.mean:.3f}", interval]
+                rows.append([*cells, result.label, f"{factor} ({factors})" if factors else factor])
         head = ["method", "against", "lower by", "95% interval", "lower?", "fewer tokens"]
         return [head, *rows]
 

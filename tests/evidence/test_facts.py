@@ -141,6 +141,16 @@ def test_a_changed_method_is_compared_with_angular_muown_changed_alike(kept: Kep
         assert whole.reference(arm) is whole.ours, "a variant is compared with the method"
 
 
+def test_a_changed_method_may_have_one_seed_or_none_that_judges(kept: Kept) -> None:
+    whole = whole_corpus.WholeCorpus(kept)
+    arm = next(arm for arm in whole.others if arm.method == "adamw" and arm.change)
+    whole.best[arm.name] = replace(arm, losses={1: arm.losses[1]})
+    rows = [row for row in whole.changed_table() if row[1] == title(arm.name)]
+    assert [row[3:5] for row in rows] == [["-", "inconclusive: one seed"]] * 2
+    whole.best[arm.name] = replace(arm, losses={0: arm.losses[1]})
+    assert title(arm.name) not in [row[1] for row in whole.changed_table()]
+
+
 def test_goals_show_a_method_with_and_without_the_change(kept: Kept) -> None:
     whole = whole_corpus.WholeCorpus(kept)
     _, _, adamw, normuon, _ = whole.goals()
