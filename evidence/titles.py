@@ -25,6 +25,7 @@ PHRASES = OPTIMIZERS | {
     "slow_share": "slower momentum",
     "split_heads": "separate heads",
     "nesterov off": "no Nesterov",
+    "soap for mlps": "SOAP for MLPs",
 }
 PATTERN = re.compile(rf"\b(?:{'|'.join(map(re.escape, PHRASES))})\b")
 # Columns that name a method; in others "muon" may be part of a name of the library.

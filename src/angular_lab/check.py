@@ -359,7 +359,7 @@ def _timed_evaluation(trainer: Trainer) -> float:
         began = _now(trainer)
         evaluate(trainer.parallel, tokens, batch, batch, trainer.ranks, trainer.autocast)
         seconds.append(_now(trainer) - began)
-    return seconds[-1] * count / min(batch, len(tokens)) * (1 + len(spec.average))
+    return seconds[-1] * count / min(batch, len(tokens)) * spec.evaluations
 
 
 def _now(trainer: Trainer) -> float:

@@ -55,6 +55,7 @@ class OptimSpec:
     momentum_ramp: int = 300  # steps from momentum_start to momentum, and back at the end
     slow_share: float = 0.0  # weight of a slow average in the gradient, at the full lr; 0: none
     slow_decay: float = 0.98  # decay rate of that average
+    soap: tuple[str, ...] = ()  # patterns of matrices whose gradients SOAP equalizes first
     beta1: float = 0.9  # Adam's first decay rate
     beta2: float = 0.95  # Adam's second decay rate
     aux_beta2: float | None = None  # the same for embeddings, heads, norms; none: as beta2
@@ -124,6 +125,7 @@ class Spec:
     angle_every: int | None = 50  # steps; none: never
     sample_every: int | None = None  # steps between samples of generated text; none: never
     average: tuple[Window, ...] = ()  # windows of averages to evaluate: steps, or below 1 a share
+    average_forms: tuple[str, ...] = ()  # to evaluate too: sphere (rows keep length), half (blend)
     on_nan: str = "stop"  # stop, skip
     precision: str = "bf16"  # bf16 (autocast), bf16_weights (matrices are stored so, too), fp32
     compile: bool = True  # torch.compile
@@ -207,6 +209,12 @@ class Spec:
         for key, (value, valid, expected) in bounds.items():
             if not valid:
                 raise UserError(f"{key}={value:g}: it must be {expected}")
+        unknown = set(self.average_forms) - {"sphere", "half"}
+        if unknown or (self.average_forms and not self.average):
+            raise UserError(
+                f"average_forms={','.join(self.average_forms)}: it must be sphere, half or both, "
+                "of the windows in average, which must not be empty"
+            )
         if start is not None and 2 * ramp > self.steps:
             raise UserError(
                 f"optim.momentum_ramp={ramp}: the run has {self.steps} steps, and the momentum "
@@ -262,6 +270,11 @@ class Spec:
     def averages(self) -> dict[float, str]:
         """Windows of the averages, and the names of their losses in metrics.jsonl."""
         return {window: f"val_loss_averaged_{window}" for window in self.average}
+
+    @property
+    def evaluations(self) -> int:
+        """How many models an evaluation evaluates: the weights, and averages in all their forms."""
+        return 1 + len(self.average) * (1 + len(self.average_forms))
 
     @property
     def tokens_per_step(self) -> int:

@@ -30,7 +30,7 @@ ROLES = ("*.attn.out.weight=0.7", "*.mlp.down.weight=0.33")
 LONGER = "aux_beta2 0.99, momentum from 0.85"
 # What is tried on top of that: a slower momentum, by a share that raises the mean age of the
 # gradients in a step from 20 steps to about 50, and by half of it; heads as matrices of their own;
-# the learning rate of embeddings.
+# the learning rate of embeddings. The last one trains as without it and evaluates more averages.
 FURTHER: dict[str, dict[str, Any]] = {
     "slow_share 0.56": {"slow_share": 0.56},
     "slow_share 0.28": {"slow_share": 0.28},
@@ -42,6 +42,8 @@ FURTHER: dict[str, dict[str, Any]] = {
     "angles of out 0.7, down 0.33": {"angles": ROLES},
     "angles of down 0.33": {"angles": ROLES[1:]},
     "equal rows": {"equal_rows": True},
+    "soap for mlps": {"soap": ("*.mlp.*",)},
+    "averages on the sphere, half": {"forms": ("sphere", "half")},
 }
 ALONE = tuple(f"extrapolation {strength:g}" for strength in STRENGTHS)
 STACK = f"{ALONE[1]}, {LONGER}"
@@ -60,11 +62,13 @@ COMPETITORS = {
 }
 
 
-def _changed(spec: Spec, scale: str, strength: float = 0.0, **changes: Any) -> Spec:
+def _changed(
+    spec: Spec, scale: str, strength: float = 0.0, forms: tuple[str, ...] = (), **changes: Any
+) -> Spec:
     if scale == "nano" and "momentum_start" in changes:
         changes |= {"momentum_ramp": 5}
     moved, optim = ExtrapolateSpec(strength=strength), replace(spec.optim, **changes)
-    return replace(spec, optim=optim, extrapolate=moved, average=AVERAGES)
+    return replace(spec, optim=optim, extrapolate=moved, average=AVERAGES, average_forms=forms)
 
 
 def _ours(scale: str) -> tuple[Arm, ...]:

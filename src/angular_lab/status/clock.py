@@ -79,7 +79,7 @@ class Clock:
         spec, left = self.spec, self.spec.steps - step
         per_step = self.training / self.steps
         guess = per_step * EVALUATION_SHARE * spec.eval_tokens / spec.tokens_per_step
-        evaluation = self._mean(EVALUATING, guess * (1 + len(spec.average)))
+        evaluation = self._mean(EVALUATING, guess * spec.evaluations)
         return (
             per_step * left
             + evaluation * evaluations_left(spec, step)

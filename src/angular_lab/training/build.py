@@ -1,9 +1,10 @@
 """From a spec to a model, its optimizer and its learning rate."""
 
+import fnmatch
 import gc
 import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +37,7 @@ OPTIMIZER_NAMES = ("adamw", *OPTIMIZERS)
 # not every optimizer has these
 SPECIAL = ("radius", "radius_lr", "row_beta", "tangent_steps", "state_dtype", "nesterov")
 # of hidden matrices, which AdamW does not tell from other parameters
-OF_MATRICES = ("momentum_start", "slow_share", "split_heads")
+OF_MATRICES = ("momentum_start", "slow_share", "soap", "split_heads")
 
 
 def make_model(spec: Spec, ranks: Ranks) -> LanguageModel:
@@ -218,6 +219,11 @@ def average_bytes(spec: Spec, model: LanguageModel, optimizer: torch.optim.Optim
     averages = copies * sum(p.numel() for p in model.parameters())
     if spec.optim.slow_share:
         averages += sum(p.numel() for p in matrices(optimizer))
+    if spec.optim.soap:  # of matrices and, for the shorter side, a covariance and its basis
+        chosen = chosen_matrices(model, optimizer, spec.optim.soap).values()
+        averages += sum(
+            p.numel() + 2 * p.numel() // max(p.shape[-2:]) * min(p.shape[-2:]) for p in chosen
+        )
     return 4 * averages
 
 
@@ -240,6 +246,23 @@ def matrices(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the parameters that the optimizer steps as matrices; none of AdamW's."""
     groups = (g for g in optimizer.param_groups if g.get("algorithm") == "matrix")
     return [p for group in groups for p in group["params"]]
+
+
+def chosen_matrices(
+    model: nn.Module, optimizer: torch.optim.Optimizer, patterns: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    """Return by name the optimizer's matrices that match a pattern. Every pattern must match."""
+    known = {name: p for name, p in model.named_parameters() if p in set(matrices(optimizer))}
+    chosen: dict[str, torch.Tensor] = {}
+    for pattern in patterns:
+        found = fnmatch.filter(known, pattern)
+        if not found:
+            raise UserError(
+                f"optim.soap={pattern} matches none of the optimizer's matrices; one of them is "
+                f"{next(iter(known))}"
+            )
+        chosen |= {name: known[name] for name in found}
+    return chosen
 
 
 def moves_row_lengths(name: str) -> bool:

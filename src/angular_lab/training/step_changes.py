@@ -1,5 +1,5 @@
-"""Changes of a training step that are on trial: extrapolation, a slower momentum, a momentum that
-rises and falls, and tangent gradients without row lengths. The library has none of them."""
+"""Changes of a training step that are on trial: extrapolation, a slower momentum, SOAP, a momentum
+that rises and falls, and tangent gradients without row lengths. The library has none of them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,12 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from angular_lab.config.spec import Spec
+from angular_lab.errors import UserError
 from angular_lab.models.tensor_parallel import local_part
-from angular_lab.training.build import lr_factor, matrices, moves_row_lengths
+from angular_lab.training.build import (
+    chosen_matrices,
+    lr_factor,
+    matrices,
+    moves_row_lengths,
+)
 from angular_muown import ramp
 
 # Names in checkpoints, next to the windows of averages.
-DISPLACEMENT, SLOW_GRADIENT = "displacement", "slow_gradient"
+DISPLACEMENT, SLOW_GRADIENT, SOAP = "displacement", "slow_gradient", "soap"
+SOAP_DECAY, SOAP_EVERY = 0.95, 10  # of arXiv 2409.11321: both averages, and steps between bases
 
 
 class Extrapolation:
@@ -112,12 +119,7 @@ class SlowMomentum:
             if p.grad is None:
                 continue
             average.lerp_(p.grad.to(average.dtype), newest)
-            change = share * (average - p.grad)
-            if self.keeps_lengths:
-                squares = p.square().sum(dim=-1, keepdim=True)
-                along = (change * p).sum(dim=-1, keepdim=True)
-                change -= along / squares.masked_fill(squares == 0, 1.0) * p
-            p.grad.add_(change)
+            _change(p, share * (average - p.grad), self.keeps_lengths)
 
     def state(self) -> dict[str, Any]:
         named = dict(zip(self.parameters, self.averages, strict=True))
@@ -129,6 +131,75 @@ class SlowMomentum:
         if self.has_begun:
             for name, value in zip(self.parameters, self.averages, strict=True):
                 value.copy_(state[SLOW_GRADIENT]["weights"][name])
+
+
+def _change(p: Tensor, change: Tensor, keeps_lengths: bool) -> None:
+    """Add to a gradient; to its part across the rows alone if row lengths follow it themselves."""
+    assert p.grad is not None, "the caller skips parameters without a gradient"
+    if keeps_lengths:
+        squares = p.square().sum(dim=-1, keepdim=True)
+        along = (change * p).sum(dim=-1, keepdim=True)
+        change -= along / squares.masked_fill(squares == 0, 1.0) * p
+    p.grad.add_(change)
+
+
+class Soap:
+    """SOAP in front of the polar factor: entries of equal size, in the eigenbasis of the gradients.
+
+        C <- d C + (1 - d) G^T G        Q: its eigenvectors, by one QR iteration every few steps
+        V <- d V + (1 - d) (G Q)^2      G <- (G Q / sqrt(V)) Q^T
+
+    C is the covariance of the shorter side alone: of columns as above, or of rows. Both averages
+    start as their first value. Row lengths, where Adam moves them, follow the gradient itself.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, spec: Spec) -> None:
+        self.keeps_lengths = moves_row_lengths(spec.optim.name)
+        self.parameters = chosen_matrices(model, optimizer, spec.optim.soap)
+        if any(local_part(p) is not p for p in self.parameters.values()):
+            raise UserError("optim.soap needs whole matrices: set parallel=ddp and tensor=1")
+        self.states = {name: _soap_state(p) for name, p in self.parameters.items()}
+        self.has_begun = False
+
+    @torch.no_grad()
+    def equalize(self, step: int) -> None:
+        """Replace the gradients; before the optimizer's step."""
+        newest = 1 - SOAP_DECAY if self.has_begun else 1.0
+        for name, p in self.parameters.items():
+            if p.grad is None:
+                continue
+            wide = p.shape[-2] < p.shape[-1]
+            G = p.grad.float().mT if wide else p.grad.float()
+            C, Q, V = (self.states[name][key] for key in ("covariance", "basis", "second_moment"))
+            C.lerp_(G.mT @ G, newest)
+            if not self.has_begun:  # in descending order, which the iteration keeps
+                Q.copy_(torch.linalg.eigh(C).eigenvectors.flip(-1))
+            elif step % SOAP_EVERY == 0:
+                Q.copy_(torch.linalg.qr(C @ Q).Q)
+            rotated = G @ Q
+            V.lerp_(rotated.square(), newest)
+            equalized = rotated.div_(V.sqrt().masked_fill(V == 0, 1.0)) @ Q.mT
+            _change(p, (equalized.mT if wide else equalized) - p.grad, self.keeps_lengths)
+        self.has_begun = True
+
+    def state(self) -> dict[str, Any]:
+        return {SOAP: {"weights": self._named()}} if self.states else {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Load a state. Where it has none, the averages begin with the next step."""
+        self.has_begun = SOAP in state
+        if self.has_begun:
+            for name, value in self._named().items():
+                value.copy_(state[SOAP]["weights"][name])
+
+    def _named(self) -> dict[str, Tensor]:
+        return {f"{name}.{key}": v for name, own in self.states.items() for key, v in own.items()}
+
+
+def _soap_state(p: Tensor) -> dict[str, Tensor]:
+    *stacked, long, short = *p.shape[:-2], max(p.shape[-2:]), min(p.shape[-2:])
+    rows = {"covariance": short, "basis": short, "second_moment": long}
+    return {k: torch.zeros(*stacked, m, short, device=p.device) for k, m in rows.items()}
 
 
 def momentum_at(spec: Spec, step: int) -> float:

@@ -29,6 +29,7 @@ from angular_lab.training.signals import Preempted, Sigterm
 from angular_lab.training.step_changes import (
     Extrapolation,
     SlowMomentum,
+    Soap,
     equalize_rows,
     momentum_at,
 )
@@ -73,10 +74,13 @@ class Trainer:
         self.monitor = AngleMonitor(self.model, self.optimizer, spec.angle_every or 1)
         if not spec.angle_every:
             self.monitor.close()
-        self.averages = Averages(self.model, spec.averages)
+        rows = build.matrices(self.optimizer) if "sphere" in spec.average_forms else []
+        self.averages = Averages(self.model, spec.averages, spec.average_forms, rows)
         self.extrapolation = Extrapolation(self.model, spec)
         self.slow_momentum = SlowMomentum(self.model, self.optimizer, spec)
-        self.saved_averages = (self.averages, self.extrapolation, self.slow_momentum)
+        self.soap = Soap(self.model, self.optimizer, spec)
+        parts = (self.averages, self.extrapolation, self.slow_momentum, self.soap)
+        self.saved_averages = parts
         self.progress = Progress(spec, run, ranks, self.model, data, shown)
         self.samples = Samples(self.validation, ranks.device) if spec.sample_every else None
         self.skipped = 0
@@ -155,6 +159,7 @@ class Trainer:
                 group["lr"] *= falling
                 group["momentum"] = momentum_at(self.spec, self.step)
         self.slow_momentum.mix(self.step)
+        self.soap.equalize(self.step)
         if self.spec.optim.equal_rows:
             equalize_rows(self.optimizer)
         self.optimizer.step()

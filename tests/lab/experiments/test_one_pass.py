@@ -119,6 +119,8 @@ NAMED = {  # what a label says, and the setting that it stands for
     "split_heads": "optim.split_heads",
     "nesterov off": "optim.nesterov",
     "aux_lr": "optim.aux_lr",
+    "soap": "optim.soap",
+    "averages on": "average_forms",
 }
 
 
@@ -135,8 +137,8 @@ def test_trials_differ_from_their_method_in_what_they_are_named_for() -> None:
         assert changed == {"average", *named}
         values = [get(arm.spec, key) for key in named]
         assert all(f"{x:g}" in arm.label for x in values if isinstance(x, float))
-        angles = [x for value in values if isinstance(value, tuple) for x in value]
-        assert all(x.partition("=")[2] in arm.label for x in angles)
+        patterns = [x for value in values if isinstance(value, tuple) for x in value]
+        assert all(x.rpartition("=")[2].strip("*.") in arm.label for x in patterns)
     assert BASELINE == plan.ours == plan.arms[0].label
 
 

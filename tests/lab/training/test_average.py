@@ -28,7 +28,7 @@ from angular_lab.training.ranks import Ranks
 from angular_lab.training.start import branch_spec, train
 from angular_lab.training.trainer import Trainer
 from angular_muown import averaging
-from tests.lab.runs import lines, tiny
+from tests.lab.runs import lines, stopped_copy, tiny
 
 # In 12 steps, one window forgets, one is a plain mean for most of the time, one is a fraction.
 WINDOWS = (3, 8, 0.3)
@@ -332,3 +332,57 @@ def test_evaluating_averages_does_not_recompile_the_model(
     assert len(graphs) == 2  # for training and for evaluation
     for line, expected in zip(parsed(tmp_path / "run"), parsed(averaged_run), strict=True):
         assert line == pytest.approx(expected, abs=1e-4)
+
+
+def test_further_forms_of_an_average() -> None:
+    """`sphere`: average rows at their average length. `half`: halfway to the weights."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    averages = Averages(model, {2: "two"}, ("sphere", "half"), [model.weight])
+    history: list[Tensor] = []
+    for _ in range(5):
+        with torch.no_grad():
+            model.weight.copy_(torch.randn(3, 4))
+            model.weight[2] = 0.0  # a zero row has no direction to keep
+            model.bias.add_(1.0)
+        history.append(model.weight.detach().clone())
+        averages.update()
+    weight, bias = model.weight.detach().clone(), model.bias.detach().clone()
+    mean = by_hand(history, 2).float()
+    length = by_hand([w.norm(dim=1, keepdim=True) for w in history], 2).float()
+    mean_bias = averages.values(2)["bias"].clone()
+    expected = {
+        "": (mean, mean_bias),
+        "sphere": (length * nn.functional.normalize(mean), mean_bias),
+        "half": ((weight + mean) / 2, (bias + mean_bias) / 2),
+    }
+    for form, (expected_weight, expected_bias) in expected.items():
+        with averages.swapped_in(2, form):
+            torch.testing.assert_close(model.weight.detach(), expected_weight)
+            torch.testing.assert_close(model.bias.detach(), expected_bias)
+        assert torch.equal(model.weight, weight)
+        assert torch.equal(model.bias, bias)
+    losses = averages.evaluate(lambda: {"val_loss": model.weight.square().sum().item()})
+    assert set(losses) == {"two", "two_sphere", "two_half"}
+    assert len(set(losses.values())) == 3
+
+
+def test_training_does_not_depend_on_further_forms(
+    data: Path, tmp_path: Path, averaged_run: Path
+) -> None:
+    spec = tiny(data, average=WINDOWS, average_forms=("half", "sphere"))
+    train(spec, tmp_path / "run")
+    for with_forms, without in zip(parsed(tmp_path / "run"), parsed(averaged_run), strict=True):
+        assert without.items() <= with_forms.items()
+    names = {f"{name}_{form}" for name in NAMES.values() for form in spec.average_forms}
+    last = parsed(tmp_path / "run")[-1]
+    assert names <= last.keys()
+    assert len({last[name] for name in (*names, *NAMES.values())}) == 3 * len(WINDOWS)
+
+
+def test_further_forms_resume_bit_for_bit(data: Path, tmp_path: Path) -> None:
+    spec = tiny(data, average=WINDOWS, average_forms=("sphere",), keep=9)
+    train(spec, tmp_path / "run")
+    half = stopped_copy(tmp_path / "run", tmp_path / "half", 8)
+    train(spec, half, resume=True)
+    assert lines(half) == lines(tmp_path / "run")

@@ -12,7 +12,7 @@ from angular_lab.errors import UserError
 from angular_lab.training import build
 from angular_lab.training.ranks import Ranks
 from angular_lab.training.start import train
-from angular_lab.training.step_changes import Extrapolation, SlowMomentum, equalize_rows
+from angular_lab.training.step_changes import Extrapolation, SlowMomentum, Soap, equalize_rows
 from angular_lab.training.trainer import Trainer
 from angular_muown import AngularMuown, Muon, create, wsd_schedule
 from tests.lab.runs import lines, stopped_copy, tiny
@@ -23,7 +23,10 @@ ON = ExtrapolateSpec(strength=0.5, decay=0.8, start=0.25, end=0.75)
 def tried(data: Path, **values) -> Spec:
     """All settings on trial at once."""
     spec = tiny(data)
-    optim = replace(spec.optim, momentum_start=0.8, momentum_ramp=4, aux_beta2=0.99, slow_share=0.5)
+    optim = replace(
+        spec.optim, momentum_start=0.8, momentum_ramp=4, aux_beta2=0.99, slow_share=0.5,
+        soap=("*.mlp.*",),
+    )  # fmt: skip
     return replace(spec, **{"extrapolate": ON, "optim": optim, **values})
 
 
@@ -176,6 +179,16 @@ def test_aux_beta2_is_for_what_is_not_a_hidden_matrix(data: Path, name: str) -> 
         ({"optim": OptimSpec(slow_share=1.0)}, r"optim.slow_share=1: it must be from 0 to below"),
         ({"optim": OptimSpec(slow_decay=0.0)}, r"optim.slow_decay=0: it must be between 0 and 1"),
         ({"optim": OptimSpec(name="adamw", slow_share=0.5)}, "slow_share=0.5 has no meaning"),
+        ({"optim": OptimSpec(name="adamw", soap=("*.mlp.*",))}, r"soap=\*.mlp.\* has no meaning"),
+        (
+            {"optim": OptimSpec(soap=("*.mpl.*",))},
+            r"soap=\*.mpl.\* matches none of the optimizer's",
+        ),
+        (
+            {"average": (3,), "average_forms": ("cube",)},
+            "average_forms=cube: it must be sphere, half",
+        ),
+        ({"average_forms": ("half",)}, "windows in average, which must not be empty"),
         ({"optim": OptimSpec(name="adamw", nesterov=False)}, "nesterov=false has no meaning"),
         ({"optim": OptimSpec(name="adamw", split_heads=True)}, "split_heads=true has no meaning"),
         (
@@ -327,7 +340,60 @@ def test_without_a_share_no_gradient_changes() -> None:
     assert model.weight.grad is before
 
 
-@pytest.mark.parametrize("optim", [{"slow_share": 0.5}, {"nesterov": False}, {"split_heads": True}])
+@pytest.mark.parametrize("shape", [(9, 4), (4, 9), (3, 9, 4)])
+def test_soap_equalizes_gradients_in_their_eigenbasis(shape: tuple[int, ...]) -> None:
+    """With a covariance that does not change, the iteration stays at its eigenvectors."""
+    p = nn.Parameter(torch.zeros(shape))
+    model = nn.ParameterDict({"w": p})
+    spec = Spec(optim=OptimSpec(name="muon", soap=("w",)))
+    view = "stack" if p.ndim == 3 else "matrix"
+    soap = Soap(model, Muon([{"params": [p], "view": view}], lr=0.1, weight_decay=0.0), spec)
+    G = gradients(shape, 0)
+    scales = [1.0, -2.0, 0.5]
+    columns = G.double() if shape[-2] > shape[-1] else G.double().mT
+    Q = torch.linalg.eigh(columns.mT @ columns).eigenvectors
+    square = V = torch.zeros(())
+    for step, scale in enumerate(scales):
+        p.grad = scale * G
+        soap.equalize(10 * step)  # renews the basis at every one
+        square = scale**2 * (columns @ Q).square()
+        V = square if step == 0 else 0.95 * V + 0.05 * square
+        expected = (scale * columns @ Q / V.sqrt()) @ Q.mT
+        expected = expected if shape[-2] > shape[-1] else expected.mT
+        torch.testing.assert_close(p.grad, expected.float(), atol=2e-3, rtol=0)
+
+
+def test_soap_follows_the_covariance() -> None:
+    """Columns that are mixtures of independent ones of different sizes become equally large: the
+    basis that it finds is theirs, though it starts at that of one gradient."""
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.zeros(64, 4))
+    spec = Spec(optim=OptimSpec(name="muon", soap=("w",)))
+    soap = Soap(nn.ParameterDict({"w": p}), Muon([p], lr=0.1, weight_decay=0.0), spec)
+    mixing = torch.linalg.qr(torch.randn(4, 4)).Q
+    sizes = torch.tensor([100.0, 10.0, 1.0, 0.1])
+    for step in range(400):
+        p.grad = torch.randn(64, 4) * sizes @ mixing
+        soap.equalize(step)
+    sizes_after = (p.grad @ mixing.T).square().mean(0).sqrt()
+    torch.testing.assert_close(sizes_after, torch.ones(4), atol=0.3, rtol=0)
+
+
+def test_soap_leaves_row_lengths_to_the_gradient_itself() -> None:
+    model = nn.Linear(6, 4, bias=False)
+    spec = Spec(optim=OptimSpec(soap=("weight",)))
+    soap = Soap(model, AngularMuown([model.weight], lr=0.1), spec)
+    G, U = gradients((4, 6), 0), nn.functional.normalize(model.weight.detach())
+    model.weight.grad = G.clone()
+    soap.equalize(0)
+    torch.testing.assert_close((model.weight.grad * U).sum(1), (G * U).sum(1))
+    assert not torch.allclose(model.weight.grad, G)
+
+
+@pytest.mark.parametrize(
+    "optim",
+    [{"slow_share": 0.5}, {"nesterov": False}, {"split_heads": True}, {"soap": ("*.mlp.*",)}],
+)
 def test_each_setting_changes_a_run(data: Path, tmp_path: Path, optim) -> None:
     spec = tiny(data)
     train(spec, tmp_path / "usual")
