@@ -44,6 +44,8 @@ from angular_muown.stages.radius import ByAdam
 from angular_muown.update import Observer, Recipe
 
 Observers = Sequence[Observer]
+# A quarter of a small model holds so few matrices that a step would be mostly launches.
+LEAST_WORK = 64 * 2**20  # bytes
 SPARE_TABLES = 4  # graphs that can be recorded between two steps
 
 
@@ -332,14 +334,15 @@ class FusedGroups:
 
     @staticmethod
     def of(groups: Sequence[Group]) -> "FusedGroups":
-        """Return an empty cache with the memory budget that the groups' `workspace` allows."""
+        """Return an empty cache with the memory budget that the groups' `workspace` allows, or
+        with the least that fills a GPU."""
         matrices = [group for group in groups if group["algorithm"] == "matrix"]
         sizes = [
             g["workspace"] * local(p).numel() * p.element_size()
             for g in matrices
             for p in g["params"]
         ]
-        return FusedGroups(int(sum(sizes)))
+        return FusedGroups(max(LEAST_WORK, int(sum(sizes))))
 
     def advance(
         self,

@@ -40,9 +40,10 @@ class CommonOptions(TypedDict, total=False):
             "master" copy.
         capturable: keep lr and counters on the device, so that a CUDA graph can record a step.
         workspace: memory that a step may take in addition to parameters, gradients and state, as a
-            fraction of the matrices' size. It bounds the kernels' work buffer, the eager step's
-            copies (of at least 2^24 elements at a time) and matrices in transit between ranks (at
-            least 32 MiB per owner with kernels).
+            fraction of the matrices' size. It bounds the kernels' work buffer (64 MiB are always
+            allowed, unless ranks share matrices), the eager step's copies (of at least 2^24
+            elements at a time) and matrices in transit between ranks (at least 32 MiB per owner
+            with kernels).
         average: keep an average of recent weights for `with optimizer.averaged():`, over a fraction
             of the steps so far (0.1: about the last tenth) or over a number of steps. None keeps
             none. It takes 4 bytes per parameter and does not affect training.

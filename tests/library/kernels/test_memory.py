@@ -75,3 +75,17 @@ def test_streams_get_equal_work_and_every_matrix_one_chunk(
     assert max(loads) - min(loads) <= largest
     if count == 12:
         assert max(loads) - min(loads) < 0.35 * sum(loads)
+
+@pytest.mark.parametrize("workspace", [1e-6, 0.25])
+def test_a_small_model_is_stepped_in_few_chunks(workspace: float) -> None:
+    with kernels(True):
+        params = [parameter(128, 144, seed=i, dtype=torch.float32) for i in range(12)]
+        for i, p in enumerate(params):
+            p.grad = noise(*p.shape, seed=i).float()
+        opt = AngularMuown(params, workspace=workspace)
+        opt.step()
+    assert opt._fused is not None
+    _, step, _ = opt._fused.steps[0]
+    assert step is not None
+    assert len(step.chunks) == step.budget.streams == 4
+    assert step.work_words == 12 * step.batches[0].words  # no more memory than matrices need
