@@ -9,6 +9,11 @@ def gpt124(layers: int = 12) -> list[Shape]:
     return [*[(768, 768)] * 4 * layers, *[(2048, 768)] * 2 * layers, *[(768, 2048)] * layers]
 
 
+def small(layers: int = 8) -> list[Shape]:
+    """Model S."""
+    return [*[(384, 384)] * 4 * layers, *[(1024, 384)] * 2 * layers, *[(384, 1024)] * layers]
+
+
 def llama(width: int, heads: int, hidden: int, layers: int) -> list[Shape]:
     """q and o, k and v (`heads` rows each), gate and up, down."""
     layer: list[Shape] = [
@@ -39,6 +44,7 @@ def moe(layers: int = 14) -> list[Shape]:
 
 
 SHAPES: dict[str, Callable[..., list[Shape]]] = {
+    "s": small,
     "gpt124": gpt124,
     "llama1b": llama1b,
     "llama8b": llama8b,

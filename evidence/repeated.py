@@ -5,15 +5,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from angular_lab.experiments.trials import FORMS, LONGER
 from angular_lab.report.read import SweepResults
 from angular_lab.run_folder import Run, RunFolder
 from evidence.kept import OURS, RESULTS, Kept, Rows, unpack
-from evidence.measures import COOLDOWN, HALF, LATE, Facts
+from evidence.measures import CHOOSER, COOLDOWN, HALF, LATE, Facts
+
+SUMS = {"radial_mean", "orthogonality_error"}  # over chunks, whose sizes changed in between
 
 
 def facts(kept: Kept) -> Facts:
     return {
-        "repeated": _averages(kept) | _once_more(kept) | _broken_off(kept),
+        "repeated": _averages(kept) | _once_more(kept) | _broken_off(kept) | _trial(kept),
         "commits": {"changed": len({row[0] for row in provenance(kept)[1:] if row[1] == "yes"})},
     }
 
@@ -81,6 +84,16 @@ def _broken_off(kept: Kept) -> Facts:
         "broken_off_steps_max": max(steps),
         "broken_off_identical": all(identical),
     }
+
+
+def _trial(kept: Kept) -> Facts:
+    """The best trial, made once more on another machine to evaluate averages in more forms."""
+    sweep = kept.sweeps["trials"]
+    first, again = (sweep.at_best(arm)[CHOOSER] for arm in (LONGER, f"{LONGER}, {FORMS}"))
+    [horizon] = sweep.horizons
+    a, b = ([row.to_dict() for row in x.ends[horizon].metrics] for x in (first, again))
+    differ = {key for x, y in zip(a, b, strict=True) for key in x if x[key] != y[key]}
+    return {"trial_is_identical_but_for_sums": differ == SUMS}
 
 
 def provenance(kept: Kept) -> Rows:

@@ -1,7 +1,7 @@
 """Trials: changes of the training, and what they cost or gain on text read once."""
 
 from angular_lab.experiments import trials
-from angular_lab.experiments.statistics import verdict
+from angular_lab.experiments.statistics import LEAST, verdict
 from angular_lab.report.read import SweepResults
 from evidence.kept import Kept, Rows
 from evidence.measures import CHOOSER, Facts, judging
@@ -12,11 +12,15 @@ from evidence.whole_corpus import WholeCorpus, word
 USUAL = "adamw, cooldown 50%"
 SLOWER = [f"{trials.LONGER}, slow_share {share}" for share in ("0.28", "0.56")]
 FOR_SOME, FOR_ALL = (f"{USUAL}, {change}" for change in trials.FOR_ADAMW)
+BETA2, RAMP = trials.LONGER.split(", ")  # its two parts, each of which is a trial of its own
+LONGEST = f"aux_beta2 0.999, {RAMP}"
+# What was tried on top of the best trial, by outcome.
+WORSE = ("nesterov off", "angles of out 0.7, down 0.33", "angles of down 0.33", "aux_lr 0.05")
+LEVEL = ("aux_lr 0.0125", "equal rows", "soap for mlps")
 
 
 def facts(kept: Kept) -> Facts:
     screening = kept.sweeps["trials"]
-    [quarter] = screening.horizons
     losses = _losses(screening)
     baseline, chosen = losses[trials.BASELINE], losses[trials.LONGER]
     extrapolated = {arm: loss for arm, loss in losses.items() if arm.startswith(trials.ALONE)}
@@ -24,27 +28,61 @@ def facts(kept: Kept) -> Facts:
     later = (f"{trials.LONGER}, ", *_competitors())
     first = [loss for arm, loss in losses.items() if not arm.startswith(later)]
     alone = [loss for loss in extrapolated.values() if loss not in stacked]
-    keys = [f"val_loss_averaged_{window}" for window in trials.AVERAGES]
-    runs = [screening.at_best(arm)[CHOOSER].ends[quarter].values for arm in losses]
-    averaged = [run for run in runs if run(keys[0])]
-    whole = _whole(kept)
+    worse, level = ([losses[f"{trials.LONGER}, {x}"] - chosen for x in xs] for xs in (WORSE, LEVEL))
+    averages, whole = _averages(screening), _whole(kept)
     return {
         "trials": {
-            "chosen_is_lowest": chosen == min(first),
+            "gain": {
+                name: baseline - losses[arm]
+                for name, arm in {"beta2": BETA2, "both": trials.LONGER}.items()
+            },
+            "ramp_alone_is_level": abs(losses[RAMP] - baseline) < LEAST,
+            "beta2_alone_is_lowest": losses[BETA2] == min(first),
+            "longer_beta2_is_level": abs(losses[LONGEST] - chosen) < LEAST,
+            "quarter": _quarter(losses),
+            "others_are_not_above_ours": max(_changed(losses).values()) <= chosen,
+            "worse": min(worse) >= LEAST,
+            "level": max(map(abs, level)) < LEAST,
             "adamw_gains_less_with_all": losses[FOR_SOME] < losses[FOR_ALL] < losses[USUAL],
             "separate_heads_are_lower": losses[f"{trials.LONGER}, split_heads"] < chosen,
             "slower_momentum_is_worse": losses[SLOWER[1]] > losses[SLOWER[0]] > chosen,
             "adamw_gains_more_than_ours": losses[USUAL] - losses[FOR_SOME] > baseline - chosen,
             "extrapolation_is_worse": min(alone) > baseline and min(stacked) > chosen,
             "longer_momentum_is_worse": losses["momentum 0.975, lr 0.016"] > baseline,
-            "averages_are_not_lower": all(
-                run(key)[quarter] > run("val_loss")[quarter] for run in averaged for key in keys
-            ),
+            "averages_above": averages,
+            "averages_are_not_lower": min(averages.values()) > 0,
             "chosen_holds_on_four_seeds": (whole["ours"]["outcome"], whole["ours"]["seeds"])
             == ("holds", 4),
             "whole": whole,
         }
     }
+
+
+def _changed(losses: dict[str, float]) -> dict[str, float]:
+    """Return the losses of other Muons with the best trial's changes, by their arms without."""
+    arms = [arm for arm in _competitors() if not arm.startswith("adamw")]
+    return {arm: losses[x] for arm in arms if (x := f"{arm}, {trials.LONGER}") in losses}
+
+
+def _quarter(losses: dict[str, float]) -> Facts:
+    """Return what the best trial's changes gain other Muons at a quarter of the corpus."""
+    names = {label: name for name, label in METHODS.items()}
+    changed = _changed(losses).items()
+    return {names[arm.rpartition(", ")[0]]: losses[arm] - loss for arm, loss in changed}
+
+
+def _averages(sweep: SweepResults) -> Facts:
+    """Return by how much the average that is closest to its run's weights is above them, in every
+    form that was evaluated."""
+    [horizon] = sweep.horizons
+    runs = [sweep.at_best(arm)[CHOOSER].ends[horizon].values for arm in sweep.best]
+
+    def closest(form: str) -> float:
+        keys = [f"val_loss_averaged_{window}{form}" for window in trials.AVERAGES]
+        pairs = ((run(key), run("val_loss")) for run in runs for key in keys)
+        return min(averaged[horizon] - weights[horizon] for averaged, weights in pairs if averaged)
+
+    return {"plain": closest(""), "sphere": closest("_sphere"), "half": closest("_half")}
 
 
 def _losses(sweep: SweepResults) -> dict[str, float]:
@@ -73,11 +111,12 @@ def table(kept: Kept) -> Rows:
     sweep = kept.sweeps["trials"]
     losses = _losses(sweep)
     pairs = [(arm, other) for arm, other in sweep.pairs if {arm, other} <= losses.keys()]
+    same = {trials.BASELINE, f"{trials.LONGER}, {trials.FORMS}"}  # no other training
     rows = [
         [title(arm), f"{losses[arm]:.4f}", f"{title(other)}, {losses[other]:.4f}",
          f"{losses[arm] - losses[other]:+.4f}"]
         for arm, other in pairs
-        if arm != trials.BASELINE and other in _bases(arm)
+        if arm not in same and other in _bases(arm)
     ]  # fmt: skip
     return [["trial", "loss", "against", "difference"], *rows]
 

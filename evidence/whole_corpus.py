@@ -144,6 +144,11 @@ class WholeCorpus:
         ours = self.reference(arm)
         return arm.losses[CHOOSER] - ours.losses[CHOOSER] if mean is None else -mean
 
+    def leads(self, arm: Arm) -> BySeed:
+        """Return how far AngularMuown is below on each judging seed that both have."""
+        ours, other = judging(self.reference(arm).losses), judging(arm.losses)
+        return {seed: other[seed] - ours[seed] for seed in ours.keys() & other.keys()}
+
     def fewer_tokens(self, arm: Arm, lead: float | None = None) -> float:
         """Return how many times fewer tokens AngularMuown needs for an arm's loss, or for a loss
         that is higher than its own by `lead`; below 1 if more."""
@@ -314,6 +319,9 @@ def facts(kept: Kept) -> Facts:
             "ours_is_lowest": all(whole.lead(arm) > 0 for arm in whole.others),
             "normuon_decay_holds": whole.verdict(others["normuon_decay"]).outcome == "holds",
             "adamw_changed_holds": whole.verdict(others["adamw_changed"]).outcome == "holds",
+            "normuon_decay_changed_holds": whole.verdict(others["normuon_decay_changed"]).outcome
+            == "holds",
+            "muon_is_above_on_all": min(whole.leads(others["muon"]).values()) > 0,
             "fewer_tokens": fewer,
             "less_time_than_adamw": fewer["adamw_changed"] * time_ratio("adamw"),
             "adamw_in_half_the_tokens_missed": max(fewer["adamw"], fewer["adamw_changed"]) < 2,

@@ -28,6 +28,7 @@ MEMORY, RAMP = {"aux_beta2": 0.99}, {"momentum_start": 0.85}
 # What writes into the residual stream turns less: the attention's output, and the second of an MLP.
 ROLES = ("*.attn.out.weight=0.7", "*.mlp.down.weight=0.33")
 LONGER = "aux_beta2 0.99, momentum from 0.85"
+FORMS = "averages on the sphere, half"
 # What is tried on top of that: a slower momentum, by a share that raises the mean age of the
 # gradients in a step from 20 steps to about 50, and by half of it; heads as matrices of their own;
 # the learning rate of embeddings. The last one trains as without it and evaluates more averages.
@@ -43,7 +44,7 @@ FURTHER: dict[str, dict[str, Any]] = {
     "angles of down 0.33": {"angles": ROLES[1:]},
     "equal rows": {"equal_rows": True},
     "soap for mlps": {"soap": ("*.mlp.*",)},
-    "averages on the sphere, half": {"forms": ("sphere", "half")},
+    FORMS: {"forms": ("sphere", "half")},
 }
 ALONE = tuple(f"extrapolation {strength:g}" for strength in STRENGTHS)
 STACK = f"{ALONE[1]}, {LONGER}"

@@ -1,8 +1,16 @@
 """Drawing a panel."""
 
+import pytest
 from matplotlib.figure import Figure
 
-from angular_lab.report.figures.plots import Panel, Trace, _legend_columns, draw, ticks_with_room
+from angular_lab.report.figures.plots import (
+    Panel,
+    Trace,
+    _figure,
+    _legend_columns,
+    draw,
+    ticks_with_room,
+)
 from angular_lab.report.figures.sweep_figures import loss_top
 
 
@@ -36,3 +44,18 @@ def test_the_losses_of_short_runs_are_not_cut_off() -> None:
     short, diverged = Trace([1, 20], [10, 7], 1), Trace([1, 20], [9, 1e6], 2)
     assert loss_top([long, short]) == 7 + 0.05 * 4
     assert loss_top([long, diverged]) == 9 + 0.05 * 6
+
+
+@pytest.mark.parametrize("count", [12, 29])
+def test_long_names_stay_inside_the_figure(count: int) -> None:
+    name = "normuon, decay 0.1, linear to zero, aux_beta2 0.99, momentum from"
+    names = [f"{name} {i}" for i in range(count)]
+    traces = [Trace([0, 1e6], [2.0, 1.0], i % 7, name) for i, name in enumerate(names)]
+    figure = _figure([Panel(traces, "tokens", "loss")])
+    figure.draw_without_rendering()
+    [axes] = figure.axes
+    width, _ = figure.get_size_inches() * figure.dpi
+    assert axes.get_window_extent().width > width / 2
+    labels = axes.get_legend().get_texts()
+    assert len(labels) == count
+    assert all(0 <= end <= width for text in labels for end in text.get_window_extent().intervalx)

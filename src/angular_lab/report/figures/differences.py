@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from textwrap import wrap
 
 from angular_lab.experiments.statistics import LEAST, Outcome, verdict
-from angular_lab.report.figures.plots import Figure, Kind, Panel, Trace
+from angular_lab.report.figures.plots import ACROSS, Figure, Kind, Panel, Trace
 from angular_lab.report.read import SweepResults
 from angular_lab.report.results import key_of
 from angular_lab.report.tables import tokens_form, with_minus
@@ -20,7 +20,6 @@ READING = (
     "Whiskers: 95% interval, with an arrow where it is cut. Rings are open pairs. Grey: "
     f"differences below {LEAST:g}, which do not count."
 )
-HEADING = 46  # characters that fit across a figure
 ROOM = 0.6  # of the dots' range to each side; whiskers that are longer are cut
 
 
@@ -110,7 +109,7 @@ def _panel(groups: dict[str, list[tuple[str, Difference]]], what: str) -> Panel:
     headings: list[int] = []
     rows: list[tuple[int, Difference]] = []
     for heading, members in groups.items():
-        for line in wrap(heading, HEADING):
+        for line in wrap(heading, ACROSS):
             headings.append(len(names))
             names.append(line)
             notes.append("")

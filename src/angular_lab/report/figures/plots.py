@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import ceil, log
 from pathlib import Path
+from textwrap import fill
 from typing import Any, Literal, NamedTuple
 
 from angular_lab.report.figures.line_labels import line_ends, place_labels
@@ -18,6 +19,7 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#00
 DASHES = ("-", (0, (1, 1)), (0, (5, 1.5, 1, 1.5)))  # of a colour that is used again
 WIDTH = 4.8  # inches of a panel: on a phone its letters have about the size of the text
 LETTER = 0.085  # inches
+ACROSS = 46  # characters of a heading, or of a legend's line, that fit across a panel
 FEW = 12  # points: a line of at most as many shows where they are
 Kind = Literal[
     "line", "branch", "dots", "points", "prediction", "best", "diverged", "settled", "open",
@@ -147,15 +149,17 @@ def _style(trace: Trace) -> dict[str, Any]:
 
 def _add_legend(axes: Any, panel: Panel) -> None:
     """Add a legend below the axes, where it hides nothing."""
-    labels = [trace.label for trace in panel.traces if trace.label]
-    if not labels or panel.y_notes:  # notes say the same, row by row
+    labels = _legend_labels(panel)
+    if not labels:
         return
     place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.17), "borderaxespad": 0}
     owner = axes
     if panel.y_names:  # its height varies, and with it the room below
         place, owner = {"loc": "outside lower center"}, axes.figure
     columns = _legend_columns(labels)
-    owner.legend(frameon=False, fontsize=10, handlelength=1.6, ncols=columns, **place)
+    handles, _ = axes.get_legend_handles_labels()
+    style = {"frameon": False, "fontsize": 10, "handlelength": 1.6, "ncols": columns}
+    owner.legend(handles, labels, **style, **place)
 
 
 def _name_rows(axes: Any, panel: Panel) -> None:
@@ -192,8 +196,15 @@ def _write_rows(axes: Any, panel: Panel) -> None:
 
 def _legend_height(panel: Panel) -> float:
     """Return the inches that a panel's legend takes."""
-    labels = [trace.label for trace in panel.traces if trace.label]
-    return 0.2 * ceil(len(labels) / _legend_columns(labels)) if labels and not panel.y_notes else 0
+    labels = _legend_labels(panel)
+    lines = sum(label.count("\n") + 1 for label in labels)
+    return 0.2 * ceil(lines / _legend_columns(labels)) if labels else 0
+
+
+def _legend_labels(panel: Panel) -> list[str]:
+    """Return what the legend says; nothing where notes say the same, row by row."""
+    labels = [trace.label for trace in panel.traces if trace.label and not panel.y_notes]
+    return [fill(with_minus(label), ACROSS) for label in labels]
 
 
 def _legend_columns(labels: Sequence[str]) -> int:

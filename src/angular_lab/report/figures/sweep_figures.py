@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
 from statistics import fmean, median
+from textwrap import wrap
 
 from angular_lab.report.figures.heat_map import heat_map
-from angular_lab.report.figures.plots import COLORS, DASHES, Figure, Panel, Trace
+from angular_lab.report.figures.plots import ACROSS, COLORS, DASHES, Figure, Panel, Trace
 from angular_lab.report.headlines import ranking
 from angular_lab.report.read import SweepResults, TrialResult, short
 from angular_lab.report.results import key_of
@@ -83,9 +84,9 @@ def final_figure(sweep: SweepResults, paint: dict[str, int]) -> Figure | None:
     short_names = max(map(len, losses)) <= 18
     names, notes, headings, traces = [], [], [], []
     for label, by_seed in losses.items():
-        if not short_names:
+        for line in () if short_names else wrap(label, ACROSS):
             headings.append(len(names))
-            names.append(label)
+            names.append(line)
             notes.append("")
         mean, place = fmean(by_seed.values()), float(len(names))
         rings = [*by_seed.values()], [place] * len(by_seed)
