@@ -31,9 +31,21 @@ def facts() -> Facts:
     runs = {name: _run(name) for name in (*FILES, "eager", "edition1", "edition2", "edition3")}
     tflops = {name: _file(name)["operations_per_second"] / 1e12 for name in ("first", "second")}
     return {
-        "step_time": runs | {"tflops": tflops} | _ranges(*(runs[n] for n in FILES)) | _goals(runs),
+        "step_time": runs
+        | {"tflops": tflops, "small": _small()}
+        | _ranges(*(runs[n] for n in FILES))
+        | _goals(runs),
         "throughput": _throughput(),
         "pace": _pace_facts(),
+    }
+
+
+def _small() -> Facts:
+    """Return model S's step times before its kernels were allowed 64 MiB, and after."""
+    files = {"before": "small_before", "after": "small"}
+    return {
+        when: {row["optimizer"]: row["ms"] for row in _file(name)["s"]}
+        for when, name in files.items()
     }
 
 

@@ -347,16 +347,16 @@ def _by_name(whole: WholeCorpus) -> dict[str, Arm]:
 def _as_it_is(whole: WholeCorpus, adamw: Arm, normuon: Arm) -> Facts:
     """AngularMuown without the change against methods with it."""
     ours = judging(whole.ours.losses)
-    below_adamw, below_normuon = (
-        verdict(ours, judging(arm.losses)).paired.mean for arm in (adamw, normuon)
+    against_adamw, against_normuon = (
+        verdict(ours, judging(arm.losses)) for arm in (adamw, normuon)
     )
+    below_adamw = against_adamw.paired.mean
     assert below_adamw is not None
-    assert below_normuon is not None
     factor = fewer_tokens(whole.curves[OURS], -below_adamw)
     return {
         "fewer_tokens_than_adamw": factor,
         "less_time_than_adamw": factor * time_ratio("adamw"),
-        "is_above_normuon": below_normuon > 0,
+        "is_open_against_normuon": against_normuon.outcome == "inconclusive",
     }
 
 

@@ -31,12 +31,13 @@ LONGER = "aux_beta2 0.99, momentum from 0.85"
 FORMS = "averages on the sphere, half"
 # What is tried on top of that: a slower momentum, by a share that raises the mean age of the
 # gradients in a step from 20 steps to about 50, and by half of it; heads as matrices of their own;
-# the learning rate of embeddings. The last one trains as without it and evaluates more averages.
+# the learning rate of embeddings; the two that were lowest, together. The last one only
+# evaluates more averages.
 FURTHER: dict[str, dict[str, Any]] = {
     "slow_share 0.56": {"slow_share": 0.56},
     "slow_share 0.28": {"slow_share": 0.28},
     "split_heads": {"split_heads": True},
-    "slow_share 0.56, split_heads": {"slow_share": 0.56, "split_heads": True},
+    "split_heads, aux_lr 0.0125": {"split_heads": True, "aux_lr": 0.0125},
     "nesterov off": {"nesterov": False},
     "aux_lr 0.0125": {"aux_lr": 0.0125},
     "aux_lr 0.05": {"aux_lr": 0.05},

@@ -44,7 +44,7 @@ from angular_muown.stages.radius import ByAdam
 from angular_muown.update import Observer, Recipe
 
 Observers = Sequence[Observer]
-# A quarter of a small model holds so few matrices that a step would be mostly launches.
+# A quarter of a small model holds few matrices: its step would be mostly launches.
 LEAST_WORK = 64 * 2**20  # bytes
 SPARE_TABLES = 4  # graphs that can be recorded between two steps
 

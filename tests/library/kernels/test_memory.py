@@ -76,6 +76,7 @@ def test_streams_get_equal_work_and_every_matrix_one_chunk(
     if count == 12:
         assert max(loads) - min(loads) < 0.35 * sum(loads)
 
+
 @pytest.mark.parametrize("workspace", [1e-6, 0.25])
 def test_a_small_model_is_stepped_in_few_chunks(workspace: float) -> None:
     with kernels(True):
