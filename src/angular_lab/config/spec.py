@@ -209,12 +209,7 @@ class Spec:
         for key, (value, valid, expected) in bounds.items():
             if not valid:
                 raise UserError(f"{key}={value:g}: it must be {expected}")
-        unknown = set(self.average_forms) - {"sphere", "half"}
-        if unknown or (self.average_forms and not self.average):
-            raise UserError(
-                f"average_forms={','.join(self.average_forms)}: it must be sphere, half or both, "
-                "of the windows in average, which must not be empty"
-            )
+        self._check_forms()
         if start is not None and 2 * ramp > self.steps:
             raise UserError(
                 f"optim.momentum_ramp={ramp}: the run has {self.steps} steps, and the momentum "
@@ -225,6 +220,26 @@ class Spec:
             raise UserError(
                 f"extrapolate.strength={part.strength:g} with precision=bf16_weights: moves as "
                 "short as that are lost in 16 bits; set precision=bf16"
+            )
+
+    def _check_forms(self) -> None:
+        """Check the forms of averages, and what needs whole matrices."""
+        forms = ",".join(self.average_forms)
+        if forms not in ("", "sphere", "half", "sphere,half", "half,sphere"):
+            raise UserError(f"average_forms={forms}: it must be sphere, half or both")
+        if forms and not self.average:
+            raise UserError(
+                f"average_forms={forms} without averages: set average, for example average=0.1"
+            )
+        if "sphere" in self.average_forms and self.tensor > 1:
+            raise UserError(
+                f"average_forms={forms} with tensor={self.tensor}: sphere needs whole rows; set "
+                "tensor=1"
+            )
+        if self.optim.soap and (self.parallel != "ddp" or self.tensor > 1):
+            raise UserError(
+                f"optim.soap={','.join(self.optim.soap)} with parallel={self.parallel} and "
+                f"tensor={self.tensor}: it needs whole matrices; set parallel=ddp and tensor=1"
             )
 
     def _check_length(self) -> None:

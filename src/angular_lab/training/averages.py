@@ -5,13 +5,37 @@ they are stored here; the library updates them and swaps them in.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from angular_muown import Group, average
+
+
+class _Average:
+    """The average of named tensors over a window, with the number of steps in it."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], window: float) -> None:
+        params = [*tensors.values()]
+        self.tensors = tensors
+        self.group: Group = {"params": params, "lr": 0.0, "average": window, "averaged": 0}
+        self.states = {x: {"average": x.detach().to(torch.float32, copy=True)} for x in params}
+
+    @property
+    def count(self) -> int:
+        return int(self.group["averaged"])
+
+    @property
+    def values(self) -> dict[str, Tensor]:
+        return {name: self.states[x]["average"] for name, x in self.tensors.items()}
+
+    def update(self) -> None:
+        average.update([self.group], self.states)
+
+    def in_place_of_weights(self, model: nn.Module) -> AbstractContextManager[None]:
+        return average.in_place_of_weights([self.group], self.states, model)
 
 
 class Averages:
@@ -35,50 +59,41 @@ class Averages:
         self.model, self.names, self.forms = model, names, forms
         # With FSDP these are the shards: during a pass the model has other parameters instead.
         self.parameters: dict[str, Tensor] = dict(model.named_parameters())
-        self.lengths: list[tuple[Tensor, Tensor]] = []  # matrices, and what is averaged beside them
+        self.averages = {str(window): _Average(self.parameters, window) for window in names}
+        self.lengths: dict[str, Tensor] = {}  # of the rows of each matrix
         if "sphere" in forms:
-            named = {p: name for name, p in self.parameters.items()}
-            self.lengths = [(p, _lengths(p)) for p in matrices]
-            self.parameters |= {f"{named[p]}.length": length for p, length in self.lengths}
-        params = list(self.parameters.values())
-        self.groups: dict[float, Group] = {
-            window: {"params": params, "lr": 0.0, "average": window, "averaged": 0}
-            for window in names
-        }
-        self.states = {
-            window: {p: {"average": p.detach().to(torch.float32, copy=True)} for p in params}
-            for window in names
-        }
+            known = {p: name for name, p in self.parameters.items()}
+            self.lengths = {known[p]: _lengths(p) for p in matrices}
+            self.averages |= {f"{w}_sphere": _Average(self.lengths, w) for w in names}
 
     def count(self, window: float) -> int:
         """Return the number of steps in an average."""
-        return int(self.groups[window]["averaged"])
+        return self.averages[str(window)].count
 
     def values(self, window: float) -> dict[str, Tensor]:
         """Return an average by the names of the parameters; not a copy."""
-        states = self.states[window]
-        return {name: states[p]["average"] for name, p in self.parameters.items()}
+        return self.averages[str(window)].values
 
     def update(self) -> None:
         """Include the weights after a step of the optimizer."""
-        for p, length in self.lengths:
-            length.copy_(_lengths(p))
-        for window, group in self.groups.items():
-            average.update([group], self.states[window])
+        for name, length in self.lengths.items():
+            length.copy_(_lengths(self.parameters[name]))
+        for own in self.averages.values():
+            own.update()
 
     @contextmanager
     def swapped_in(self, window: float, form: str = "") -> Iterator[None]:
         """Replace the weights by an average inside a `with` block; restore them exactly."""
-        weights = [p.detach().clone() for p in self.parameters.values()] if form == "half" else []
-        swap = average.in_place_of_weights([self.groups[window]], self.states[window], self.model)
-        with swap:
+        named = self.parameters if form == "half" else {}
+        weights = {name: p.detach().clone() for name, p in named.items()}
+        with self.averages[str(window)].in_place_of_weights(self.model):
             with torch.no_grad():
-                if form == "half":
-                    torch._foreach_lerp_(list(self.parameters.values()), weights, 0.5)
+                for name, before in weights.items():
+                    self.parameters[name].lerp_(before, 0.5)
                 if form == "sphere":
-                    for p, length in self.lengths:
-                        now = _lengths(p)
-                        p.mul_(length / now.masked_fill(now == 0, 1.0))
+                    for name, length in self.averages[f"{window}_sphere"].values.items():
+                        now = _lengths(self.parameters[name])
+                        self.parameters[name].mul_(length / now.masked_fill(now == 0, 1.0))
             yield
 
     def evaluate(self, validate: Callable[[], Mapping[str, float]]) -> dict[str, float]:
@@ -94,23 +109,22 @@ class Averages:
     @torch.no_grad()
     def replace_weights(self, window: float) -> None:
         """Replace the weights by an average permanently."""
-        for p, state in self.states[window].items():
-            p.copy_(state["average"])
+        for name, value in self.values(window).items():
+            self.parameters[name].copy_(value)
 
     def state(self) -> dict[str, Any]:
-        """Return the state by window. Its tensors are the averages: copy them to keep them."""
+        """Return the state by name. Its tensors are the averages: copy them to keep them."""
         return {
-            str(window): {"count": self.count(window), "weights": self.values(window)}
-            for window in self.names
+            name: {"count": own.count, "weights": own.values} for name, own in self.averages.items()
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load a state. A window that it lacks begins with the next step."""
-        for window, group in self.groups.items():
-            if str(window) in state:
-                group["averaged"] = state[str(window)]["count"]
-                for name, value in self.values(window).items():
-                    value.copy_(state[str(window)]["weights"][name])
+        """Load a state. What it lacks begins with the next step."""
+        for name in self.averages.keys() & state.keys():
+            own, saved = self.averages[name], state[name]
+            own.group["averaged"] = saved["count"]
+            for key, value in own.values.items():
+                value.copy_(saved["weights"][key])
 
 
 def _lengths(p: Tensor) -> Tensor:

@@ -158,7 +158,9 @@ def make_optimizer(model: LanguageModel, spec: Spec) -> torch.optim.Optimizer:
                 [_plain(group, o.weight_decay) for group in groups],
                 lr=o.lr, betas=(o.beta1, o.beta2), fused=fused,
             )  # fmt: skip
-        return OPTIMIZERS[o.name](groups, **_arguments(OPTIMIZERS[o.name], spec))
+        optimizer = OPTIMIZERS[o.name](groups, **_arguments(OPTIMIZERS[o.name], spec))
+    chosen_matrices(model, optimizer, o.soap)  # raises for a pattern without matrices
+    return optimizer
 
 
 @contextmanager
@@ -214,16 +216,15 @@ def training_bytes(spec: Spec, model: LanguageModel, optimizer: torch.optim.Opti
 
 
 def average_bytes(spec: Spec, model: LanguageModel, optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes of all averages of weights, displacements and gradients: float32."""
+    """Return the bytes of all averages of weights, displacements and gradients, and of SOAP's
+    state: float32."""
     copies = len(spec.average) + bool(spec.extrapolate.strength)
     averages = copies * sum(p.numel() for p in model.parameters())
     if spec.optim.slow_share:
         averages += sum(p.numel() for p in matrices(optimizer))
-    if spec.optim.soap:  # of matrices and, for the shorter side, a covariance and its basis
-        chosen = chosen_matrices(model, optimizer, spec.optim.soap).values()
-        averages += sum(
-            p.numel() + 2 * p.numel() // max(p.shape[-2:]) * min(p.shape[-2:]) for p in chosen
-        )
+    for p in chosen_matrices(model, optimizer, spec.optim.soap).values():
+        long, short = max(p.shape[-2:]), min(p.shape[-2:])
+        averages += (long + 2 * short) * (p.numel() // long)  # V, C and Q
     return 4 * averages
 
 
@@ -252,7 +253,8 @@ def chosen_matrices(
     model: nn.Module, optimizer: torch.optim.Optimizer, patterns: Sequence[str]
 ) -> dict[str, torch.Tensor]:
     """Return by name the optimizer's matrices that match a pattern. Every pattern must match."""
-    known = {name: p for name, p in model.named_parameters() if p in set(matrices(optimizer))}
+    hidden = set(matrices(optimizer))
+    known = {name: p for name, p in model.named_parameters() if p in hidden}
     chosen: dict[str, torch.Tensor] = {}
     for pattern in patterns:
         found = fnmatch.filter(known, pattern)
@@ -302,9 +304,10 @@ def _check_meaning(o: OptimSpec) -> None:
         value, usual = getattr(o, key), getattr(OptimSpec(), key)
         means_something = o.name != "adamw" if key in OF_MATRICES else key in known
         if not means_something and value != usual:
+            leave = "out" if usual == () else f"at {as_typed(usual)}"
             raise UserError(
                 f"optim.{key}={as_typed(value)} has no meaning for optim.name={o.name}: leave it "
-                f"at {as_typed(usual)}"
+                f"{leave}"
             )
     if o.split_heads and not o.split_blocks:
         raise UserError(

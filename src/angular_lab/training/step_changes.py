@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from angular_lab.config.spec import Spec
-from angular_lab.errors import UserError
 from angular_lab.models.tensor_parallel import local_part
 from angular_lab.training.build import (
     chosen_matrices,
@@ -156,44 +155,46 @@ class Soap:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, spec: Spec) -> None:
         self.keeps_lengths = moves_row_lengths(spec.optim.name)
         self.parameters = chosen_matrices(model, optimizer, spec.optim.soap)
-        if any(local_part(p) is not p for p in self.parameters.values()):
-            raise UserError("optim.soap needs whole matrices: set parallel=ddp and tensor=1")
         self.states = {name: _soap_state(p) for name, p in self.parameters.items()}
-        self.has_begun = False
+        self.begun: set[str] = set()
 
     @torch.no_grad()
     def equalize(self, step: int) -> None:
         """Replace the gradients; before the optimizer's step."""
-        newest = 1 - SOAP_DECAY if self.has_begun else 1.0
         for name, p in self.parameters.items():
             if p.grad is None:
                 continue
             wide = p.shape[-2] < p.shape[-1]
             G = p.grad.float().mT if wide else p.grad.float()
-            C, Q, V = (self.states[name][key] for key in ("covariance", "basis", "second_moment"))
-            C.lerp_(G.mT @ G, newest)
-            if not self.has_begun:  # in descending order, which the iteration keeps
-                Q.copy_(torch.linalg.eigh(C).eigenvectors.flip(-1))
-            elif step % SOAP_EVERY == 0:
-                Q.copy_(torch.linalg.qr(C @ Q).Q)
-            rotated = G @ Q
-            V.lerp_(rotated.square(), newest)
+            rotated, Q, V = self._rotate(name, G, step)
             equalized = rotated.div_(V.sqrt().masked_fill(V == 0, 1.0)) @ Q.mT
             _change(p, (equalized.mT if wide else equalized) - p.grad, self.keeps_lengths)
-        self.has_begun = True
+
+    def _rotate(self, name: str, G: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return G Q, Q and V with this step's gradient G."""
+        C, Q, V = (self.states[name][key] for key in ("covariance", "basis", "second_moment"))
+        newest = 1 - SOAP_DECAY if name in self.begun else 1.0
+        C.lerp_(G.mT @ G, newest)
+        if name not in self.begun:  # in descending order, which the iteration keeps
+            Q.copy_(torch.linalg.eigh(C).eigenvectors.flip(-1))
+        elif step % SOAP_EVERY == 0:
+            Q.copy_(torch.linalg.qr(C @ Q).Q)
+        rotated = G @ Q
+        V.lerp_(rotated.square(), newest)
+        self.begun.add(name)
+        return rotated, Q, V
 
     def state(self) -> dict[str, Any]:
-        return {SOAP: {"weights": self._named()}} if self.states else {}
+        return {f"{SOAP}.{name}": {"weights": own} for name, own in self.states.items()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load a state. Where it has none, the averages begin with the next step."""
-        self.has_begun = SOAP in state
-        if self.has_begun:
-            for name, value in self._named().items():
-                value.copy_(state[SOAP]["weights"][name])
-
-    def _named(self) -> dict[str, Tensor]:
-        return {f"{name}.{key}": v for name, own in self.states.items() for key, v in own.items()}
+        """Load a state. A matrix that it lacks begins with its next gradient."""
+        for name, own in self.states.items():
+            saved = state.get(f"{SOAP}.{name}", {"weights": {}})["weights"]
+            for key, value in saved.items():
+                own[key].copy_(value)
+            if saved and saved["basis"].any():
+                self.begun.add(name)
 
 
 def _soap_state(p: Tensor) -> dict[str, Tensor]:

@@ -79,8 +79,7 @@ class Trainer:
         self.extrapolation = Extrapolation(self.model, spec)
         self.slow_momentum = SlowMomentum(self.model, self.optimizer, spec)
         self.soap = Soap(self.model, self.optimizer, spec)
-        parts = (self.averages, self.extrapolation, self.slow_momentum, self.soap)
-        self.saved_averages = parts
+        self.saved_averages = (self.averages, self.extrapolation, self.slow_momentum, self.soap)
         self.progress = Progress(spec, run, ranks, self.model, data, shown)
         self.samples = Samples(self.validation, ranks.device) if spec.sample_every else None
         self.skipped = 0

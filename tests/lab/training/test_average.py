@@ -380,6 +380,21 @@ def test_training_does_not_depend_on_further_forms(
     assert len({last[name] for name in (*names, *NAMES.values())}) == 3 * len(WINDOWS)
 
 
+@pytest.mark.parametrize("in_memory", [False, True], ids=["from disk", "from memory"])
+def test_a_branch_may_add_a_form(data: Path, tmp_path: Path, in_memory: bool) -> None:
+    """The average of the trunk continues; that of the lengths begins with the branch."""
+    models = build.Models() if in_memory else None
+    base = tiny(data, steps=16, average=(8,), eval_every=1)
+    train(trunk_spec(base, [8]), tmp_path / "trunk", models=models)
+    spec = branch_spec(RunFolder(tmp_path / "trunk"), 8, 8)
+    train(spec, tmp_path / "usual", models=models)
+    train(replace(spec, average_forms=("sphere",)), tmp_path / "branch", models=models)
+    name = NAMES[8]
+    for line, usual in zip(parsed(tmp_path / "branch"), parsed(tmp_path / "usual"), strict=True):
+        assert line.pop(f"{name}_sphere") != line[name]
+        assert line == usual
+
+
 def test_further_forms_resume_bit_for_bit(data: Path, tmp_path: Path) -> None:
     spec = tiny(data, average=WINDOWS, average_forms=("sphere",), keep=9)
     train(spec, tmp_path / "run")

@@ -42,7 +42,8 @@ UNEVEN = {"steps": 6, "eval_tokens": 160, "eval_every": 3, "save_every": 3, "ang
 def spec_of(data: Path, **values: Any) -> Spec:
     """Evaluate where nothing is saved: saving would reshard the weights after an evaluation."""
     fixed = {"steps": STEPS, "eval_every": 5, "save_every": MIDDLE, "angle_every": None}
-    return tiny(data, **fixed, average=(3, 8), **values)
+    forms = ("half",) if values.get("tensor", 1) > 1 else ("half", "sphere")
+    return tiny(data, **fixed, average=(3, 8), average_forms=forms, **values)
 
 
 def with_optimizer(data: Path, name: str) -> Spec:
@@ -89,9 +90,10 @@ def metrics(out: Path, *keys: str) -> list[float]:
 
 def curve(out: Path) -> list[float]:
     """Return losses, validation losses and gradient norms of a run of `spec_of`."""
-    averages = Spec(average=(3, 8)).averages.values()
-    values = metrics(out, "loss", "grad_norm", "val_loss", *averages)
-    assert len(values) == STEPS * 2 + 4 * 3
+    names = Spec(average=(3, 8)).averages.values()
+    halves = [f"{name}_half" for name in names]
+    values = metrics(out, "loss", "grad_norm", "val_loss", *names, *halves)
+    assert len(values) == STEPS * 2 + 4 * 5
     return values
 
 
@@ -156,6 +158,16 @@ def test_losses_do_not_depend_on_the_ranks(runs: dict[str, Path], name: str) -> 
     assert curve(runs[name]) == pytest.approx(curve(runs["plain"]), abs=1e-5)
 
 
+@pytest.mark.parametrize("name", ["fsdp on 2", "ddp on 4", "fsdp on 4", "from 4 to 2"])
+def test_averages_on_the_sphere_do_not_depend_on_the_ranks(
+    runs: dict[str, Path], name: str
+) -> None:
+    names = [f"{name}_sphere" for name in Spec(average=(3, 8)).averages.values()]
+    expected = metrics(runs["plain"], *names)
+    assert len(expected) == 4 * 2
+    assert metrics(runs[name], *names) == pytest.approx(expected, abs=1e-5)
+
+
 @pytest.mark.parametrize("name", ["fsdp on 2", "tensor on 2", "ddp on 4", "fsdp x tensor on 4"])
 def test_one_process_resumes_what_ranks_started(
     data: Path, tmp_path: Path, runs: dict[str, Path], name: str
@@ -188,6 +200,7 @@ def test_torchrun_trains_with_ddp(data: Path, tmp_path: Path, alone: dict[str, P
         *("--master-port", free_port(), "-m", "angular_lab", "train", "nano"),
         *(f"data={data}", f"steps={STEPS}", "batch=4", "eval_every=5", "eval_tokens=256"),
         *(f"save_every={MIDDLE}", "log_every=1", "angle_every=none", "average=3,8"),
+        "average_forms=half",
         *("model.sequence=32", "model.layers=2", "model.width=32", "model.heads=2", "model.mlp=64"),
         *("schedule.warmup=2", "schedule.decay=0.25", "--out", str(tmp_path / "run")),
     ]

@@ -179,7 +179,11 @@ def test_aux_beta2_is_for_what_is_not_a_hidden_matrix(data: Path, name: str) -> 
         ({"optim": OptimSpec(slow_share=1.0)}, r"optim.slow_share=1: it must be from 0 to below"),
         ({"optim": OptimSpec(slow_decay=0.0)}, r"optim.slow_decay=0: it must be between 0 and 1"),
         ({"optim": OptimSpec(name="adamw", slow_share=0.5)}, "slow_share=0.5 has no meaning"),
-        ({"optim": OptimSpec(name="adamw", soap=("*.mlp.*",))}, r"soap=\*.mlp.\* has no meaning"),
+        (
+            {"optim": OptimSpec(name="adamw", soap=("*.mlp.*",))},
+            r"soap=\*.mlp.\* has no meaning for optim.name=adamw: leave it out",
+        ),
+        ({"parallel": "fsdp"}, r"soap=\*.mlp.\* with parallel=fsdp and tensor=1: it needs whole"),
         (
             {"optim": OptimSpec(soap=("*.mpl.*",))},
             r"soap=\*.mpl.\* matches none of the optimizer's",
@@ -188,7 +192,12 @@ def test_aux_beta2_is_for_what_is_not_a_hidden_matrix(data: Path, name: str) -> 
             {"average": (3,), "average_forms": ("cube",)},
             "average_forms=cube: it must be sphere, half",
         ),
-        ({"average_forms": ("half",)}, "windows in average, which must not be empty"),
+        ({"average": (3,), "average_forms": ("half", "half")}, "average_forms=half,half: it must"),
+        ({"average_forms": ("half",)}, "average_forms=half without averages: set average"),
+        (
+            {"average": (3,), "average_forms": ("sphere",), "tensor": 2},
+            "average_forms=sphere with tensor=2: sphere needs whole rows",
+        ),
         ({"optim": OptimSpec(name="adamw", nesterov=False)}, "nesterov=false has no meaning"),
         ({"optim": OptimSpec(name="adamw", split_heads=True)}, "split_heads=true has no meaning"),
         (
@@ -201,6 +210,7 @@ def test_aux_beta2_is_for_what_is_not_a_hidden_matrix(data: Path, name: str) -> 
 def test_errors_name_the_setting(data: Path, tmp_path: Path, changes, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         train(tried(data, **changes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_look_at_a_run_with_bf16_weights_names_the_setting_too() -> None:
@@ -377,6 +387,26 @@ def test_soap_follows_the_covariance() -> None:
         soap.equalize(step)
     sizes_after = (p.grad @ mixing.T).square().mean(0).sqrt()
     torch.testing.assert_close(sizes_after, torch.ones(4), atol=0.3, rtol=0)
+
+
+@pytest.mark.parametrize("saved", [("a",), ("a", "b")])
+def test_soap_begins_with_the_first_gradient_of_each_matrix(saved: tuple[str, ...]) -> None:
+    """Also after loading a state in which a matrix is missing or had no gradient yet."""
+    model = nn.ParameterDict({name: nn.Parameter(torch.zeros(9, 4)) for name in "ab"})
+    optimizer = Muon(list(model.values()), lr=0.1, weight_decay=0.0)
+    before, after = (
+        Soap(model, optimizer, Spec(optim=OptimSpec(name="muon", soap=patterns)))
+        for patterns in (saved, ("a", "b"))
+    )
+    G = gradients((9, 4), 0)
+    model["a"].grad = G.clone()
+    before.equalize(3)
+    expected = model["a"].grad
+    after.load(before.state())
+    model["a"].grad, model["b"].grad = G.clone(), G.clone()
+    after.equalize(4)
+    assert torch.equal(model["b"].grad, expected)
+    torch.testing.assert_close(model["a"].grad, expected, atol=1e-5, rtol=0)
 
 
 def test_soap_leaves_row_lengths_to_the_gradient_itself() -> None:
