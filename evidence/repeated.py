@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from math import isclose
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -92,8 +93,12 @@ def _trial(kept: Kept) -> Facts:
     first, again = (sweep.at_best(arm)[CHOOSER] for arm in (LONGER, f"{LONGER}, {FORMS}"))
     [horizon] = sweep.horizons
     a, b = ([row.to_dict() for row in x.ends[horizon].metrics] for x in (first, again))
-    differ = {key for x, y in zip(a, b, strict=True) for key in x if x[key] != y[key]}
-    return {"trial_is_identical_but_for_sums": differ == SUMS}
+    pairs = [(key, x[key], y[key]) for x, y in zip(a, b, strict=True) for key in x]
+    differ = {key for key, x, y in pairs if x != y}
+    close = all(isclose(x, y, rel_tol=1e-6) for key, x, y in pairs if key in SUMS)
+    folders = (RunFolder(x.ends[horizon].folder) for x in (first, again))
+    angles = {folder.angles_path.read_text() for folder in folders}
+    return {"trial_is_identical_but_for_sums": differ == SUMS and close and len(angles) == 1}
 
 
 def provenance(kept: Kept) -> Rows:

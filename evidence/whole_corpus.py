@@ -144,11 +144,6 @@ class WholeCorpus:
         ours = self.reference(arm)
         return arm.losses[CHOOSER] - ours.losses[CHOOSER] if mean is None else -mean
 
-    def leads(self, arm: Arm) -> BySeed:
-        """Return how far AngularMuown is below on each judging seed that both have."""
-        ours, other = judging(self.reference(arm).losses), judging(arm.losses)
-        return {seed: other[seed] - ours[seed] for seed in ours.keys() & other.keys()}
-
     def fewer_tokens(self, arm: Arm, lead: float | None = None) -> float:
         """Return how many times fewer tokens AngularMuown needs for an arm's loss, or for a loss
         that is higher than its own by `lead`; below 1 if more."""
@@ -321,7 +316,7 @@ def facts(kept: Kept) -> Facts:
             "adamw_changed_holds": whole.verdict(others["adamw_changed"]).outcome == "holds",
             "normuon_decay_changed_holds": whole.verdict(others["normuon_decay_changed"]).outcome
             == "holds",
-            "muon_is_above_on_all": min(whole.leads(others["muon"]).values()) > 0,
+            "muon_is_above_on_all": max(whole.verdict(others["muon"]).paired.differences) < 0,
             "fewer_tokens": fewer,
             "less_time_than_adamw": fewer["adamw_changed"] * time_ratio("adamw"),
             "adamw_in_half_the_tokens_missed": max(fewer["adamw"], fewer["adamw_changed"]) < 2,
@@ -350,13 +345,14 @@ def _as_it_is(whole: WholeCorpus, adamw: Arm, normuon: Arm) -> Facts:
     against_adamw, against_normuon = (
         verdict(ours, judging(arm.losses)) for arm in (adamw, normuon)
     )
-    below_adamw = against_adamw.paired.mean
+    below_adamw, above_normuon = against_adamw.paired.mean, against_normuon.paired.mean
     assert below_adamw is not None
+    assert above_normuon is not None
     factor = fewer_tokens(whole.curves[OURS], -below_adamw)
     return {
         "fewer_tokens_than_adamw": factor,
         "less_time_than_adamw": factor * time_ratio("adamw"),
-        "is_open_against_normuon": against_normuon.outcome == "inconclusive",
+        "above_normuon": {"mean": above_normuon, "outcome": word(against_normuon)},
     }
 
 

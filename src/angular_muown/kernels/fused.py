@@ -334,8 +334,8 @@ class FusedGroups:
 
     @staticmethod
     def of(groups: Sequence[Group]) -> "FusedGroups":
-        """Return an empty cache with the memory budget that the groups' `workspace` allows, or
-        with the least that fills a GPU."""
+        """Return an empty cache with the memory budget that the groups' `workspace` allows, and
+        at least LEAST_WORK."""
         matrices = [group for group in groups if group["algorithm"] == "matrix"]
         sizes = [
             g["workspace"] * local(p).numel() * p.element_size()
