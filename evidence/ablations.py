@@ -29,7 +29,7 @@ def facts(kept: Kept) -> Facts:
         "radius": _radius(sweeps["radius"], teaser),
         "split": _split(sweeps["split-qkv"]),
         "width": _width(sweeps["width"]),
-        "noise": _noise(kept, teaser),
+        "noise": noise(kept, teaser),
         "larger": _larger(sweeps["larger"]),
         "angles": _angles(sweeps["angles"]),
         "variants": _variants(sweeps["variants"], sweeps["constrained"]),
@@ -101,7 +101,7 @@ def _vertex(losses: dict[float, float]) -> float:
     return float(2 ** (log2(rates[middle]) + shift))
 
 
-def _noise(kept: Kept, teaser: Comparison) -> Facts:
+def noise(kept: Kept, teaser: Comparison) -> Facts:
     """How far a fifth less of a learning rate moves AngularMuown on seed 0: of all, the row
     lengths', or the embeddings'."""
     values = {("width", "d = 384"): 2**-6, ("radius", OURS): 0.016, ("aux-lr", OURS): 0.016}
