@@ -29,7 +29,6 @@ def facts(kept: Kept) -> Facts:
         "radius": _radius(sweeps["radius"], teaser),
         "split": _split(sweeps["split-qkv"]),
         "width": _width(sweeps["width"]),
-        "noise": noise(kept, teaser),
         "larger": _larger(sweeps["larger"]),
         "angles": _angles(sweeps["angles"]),
         "variants": _variants(sweeps["variants"], sweeps["constrained"]),
@@ -99,15 +98,6 @@ def _vertex(losses: dict[float, float]) -> float:
     low, lowest, high = (losses[rates[middle + i]] for i in (-1, 0, 1))
     shift = (low - high) / (2 * (low - 2 * lowest + high))
     return float(2 ** (log2(rates[middle]) + shift))
-
-
-def noise(kept: Kept, teaser: Comparison) -> Facts:
-    """How far a fifth less of a learning rate moves AngularMuown on seed 0: of all, the row
-    lengths', or the embeddings'."""
-    values = {("width", "d = 384"): 2**-6, ("radius", OURS): 0.016, ("aux-lr", OURS): 0.016}
-    usual = teaser.at(OURS, "22.5M")[0]
-    moved = [grid(kept.sweeps[s], arm)[value] - usual for (s, arm), value in values.items()]
-    return {"largest": max(map(abs, moved)), "either_direction": min(moved) < 0 < max(moved)}
 
 
 def _larger(sweep: SweepResults) -> Facts:

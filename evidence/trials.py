@@ -3,10 +3,9 @@
 from angular_lab.experiments import trials
 from angular_lab.experiments.statistics import LEAST, verdict
 from angular_lab.report.read import SweepResults
-from evidence.ablations import noise
-from evidence.comparison import Comparison
 from evidence.kept import Kept, Rows
 from evidence.measures import CHOOSER, Facts, judging
+from evidence.noise import largest_shift
 from evidence.one_pass import METHODS
 from evidence.titles import title
 from evidence.whole_corpus import WholeCorpus, word
@@ -46,7 +45,7 @@ def facts(kept: Kept) -> Facts:
             "adamw_gains_as_much": abs(gains[0] - gains[1]) < LEAST,
             "adamw_gains_less_with_all": losses[FOR_SOME] < losses[FOR_ALL] < losses[USUAL],
             "others_are_lower": min(below.values()) > 0,
-            "within_noise": max(map(abs, small)) < noise(kept, Comparison(kept))["largest"],
+            "within_noise": max(map(abs, small)) < largest_shift(kept),
             "below_ours": below,
             "beta2_alone_is_lowest": losses[BETA2] == min(first),
             "longer_beta2_is_level": abs(losses[LONGEST] - chosen) < LEAST,
@@ -61,23 +60,31 @@ def facts(kept: Kept) -> Facts:
             "half_way_is_closest": averages["half"] == min(averages.values()),
             "chosen_holds_on_four_seeds": (whole["ours"]["outcome"], whole["ours"]["seeds"])
             == ("holds", 4),
+            "gains_hold_for_both": whole["ours"]["outcome"]
+            == whole["normuon_decay"]["outcome"]
+            == "holds",
+            "averages_are_not_lower_over_all": min(above_weights(kept.sweeps["one-pass-closest"]))
+            > 0,
             "whole": whole,
         }
     }
 
 
-def _averages(sweep: SweepResults) -> Facts:
-    """Return by how much the average that is closest to its run's weights is above them, in every
-    form that was evaluated."""
+def above_weights(sweep: SweepResults, form: str = "") -> list[float]:
+    """Return by how much every average of this form is above its run's weights at the end."""
     [horizon] = sweep.horizons
-    runs = [sweep.at_best(arm)[CHOOSER].ends[horizon].values for arm in sweep.best]
+    runs = [
+        trial.ends[horizon].values for arm in sweep.best for trial in sweep.at_best(arm).values()
+    ]
+    keys = [f"val_loss_averaged_{window}{form}" for window in trials.AVERAGES]
+    pairs = ((run(key), run("val_loss")) for run in runs for key in keys)
+    return [averaged[horizon] - weights[horizon] for averaged, weights in pairs if averaged]
 
-    def closest(form: str) -> float:
-        keys = [f"val_loss_averaged_{window}{form}" for window in trials.AVERAGES]
-        pairs = ((run(key), run("val_loss")) for run in runs for key in keys)
-        return min(averaged[horizon] - weights[horizon] for averaged, weights in pairs if averaged)
 
-    return {"plain": closest(""), "sphere": closest("_sphere"), "half": closest("_half")}
+def _averages(sweep: SweepResults) -> Facts:
+    """Return by how much the closest average of each form is above the weights."""
+    forms = {"plain": "", "sphere": "_sphere", "half": "_half"}
+    return {name: min(above_weights(sweep, form)) for name, form in forms.items()}
 
 
 def _losses(sweep: SweepResults) -> dict[str, float]:

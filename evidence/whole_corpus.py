@@ -8,7 +8,13 @@ from itertools import pairwise
 
 from angular_lab.config.spec import Spec
 from angular_lab.experiments.one_pass import LINEAR, LONG, SCHEDULES
-from angular_lab.experiments.statistics import Curve, Verdict, tokens_on_line, verdict
+from angular_lab.experiments.statistics import (
+    LEAST,
+    Curve,
+    Verdict,
+    tokens_on_line,
+    verdict,
+)
 from angular_lab.experiments.trials import LONGER
 from angular_lab.report.read import SweepResults
 from evidence.dots import DotFigure, DotRow
@@ -318,9 +324,12 @@ def facts(kept: Kept) -> Facts:
             == "holds",
             "muon_is_above_on_all": max(whole.verdict(others["muon"]).paired.differences) < 0,
             "fewer_tokens": fewer,
-            "less_time_than_adamw": fewer["adamw_changed"] * time_ratio("adamw"),
             "adamw_in_half_the_tokens_missed": max(fewer["adamw"], fewer["adamw_changed"]) < 2,
-            "as_it_is": _as_it_is(whole, others["adamw_changed"], others["normuon_decay_changed"]),
+            "as_it_is": _as_it_is(whole, others["normuon_decay_changed"]),
+            "against_adamw": {
+                "as_it_is": _factors(whole, whole.ours, others["adamw_changed"]),
+                "changed": _factors(whole, whole.changed, others["adamw_changed"]),
+            },
             "neighbour_cost": whole.neighbour_costs(),
             "kappa_at_the_end": whole.kappa_at_the_end(kept.sweeps["one-pass"]),
             **_schedules(kept, whole),
@@ -339,21 +348,25 @@ def _by_name(whole: WholeCorpus) -> dict[str, Arm]:
     return arms
 
 
-def _as_it_is(whole: WholeCorpus, adamw: Arm, normuon: Arm) -> Facts:
-    """AngularMuown without the change against methods with it."""
-    ours = judging(whole.ours.losses)
-    against_adamw, against_normuon = (
-        verdict(ours, judging(arm.losses)) for arm in (adamw, normuon)
-    )
-    below_adamw, above_normuon = against_adamw.paired.mean, against_normuon.paired.mean
-    assert below_adamw is not None
-    assert above_normuon is not None
-    factor = fewer_tokens(whole.curves[OURS], -below_adamw)
-    return {
-        "fewer_tokens_than_adamw": factor,
-        "less_time_than_adamw": factor * time_ratio("adamw"),
-        "above_normuon": {"mean": above_normuon, "outcome": word(against_normuon)},
-    }
+def _as_it_is(whole: WholeCorpus, normuon: Arm) -> Facts:
+    """AngularMuown without the change against NorMuon with it."""
+    result = verdict(judging(whole.ours.losses), judging(normuon.losses))
+    assert result.paired.mean is not None
+    return {"above_normuon": {"mean": result.paired.mean, "outcome": word(result)}}
+
+
+def _factors(whole: WholeCorpus, ours: Arm, adamw: Arm) -> Facts:
+    """Return how many times fewer tokens than AdamW one of AngularMuown's arms needs and how many
+    times less time, as its steps take longer; both with the ends of the interval."""
+    result = verdict(judging(ours.losses), judging(adamw.losses))
+    assert result.paired.mean is not None
+    assert result.interval is not None
+    high, low = result.interval  # of our loss minus the other one
+    differences = {"mean": result.paired.mean, "low": low, "high": high}
+    curve = whole.curves[ours.name]
+    fewer = {name: fewer_tokens(curve, -difference) for name, difference in differences.items()}
+    less = {name: factor * time_ratio("adamw") for name, factor in fewer.items()}
+    return {"fewer_tokens": fewer, "less_time": less}
 
 
 def _schedules(kept: Kept, whole: WholeCorpus) -> Facts:
@@ -361,8 +374,11 @@ def _schedules(kept: Kept, whole: WholeCorpus) -> Facts:
     long, linear = (whole.arms[OURS, s] for s in (LONG, LINEAR))
     flat, quarter = whole.arms[FLAT, LINEAR], kept.sweeps["one-pass"].best
     gain = verdict(judging(long.losses), judging(linear.losses))
+    normuon = verdict(judging(linear.losses), judging(whole.arms[NORMUONS[1], LINEAR].losses))
     assert gain.paired.mean is not None
+    assert normuon.paired.mean is not None
     return {
+        "no_lead_under_linear": abs(normuon.paired.mean) < LEAST,
         "cooldown_gain": {"mean": -gain.paired.mean, "outcome": word(gain)},
         "flat_kappa_outcome": word(verdict(judging(flat.losses), judging(linear.losses))),
         "flat_kappa_gain": linear.losses[CHOOSER] - flat.losses[CHOOSER],
