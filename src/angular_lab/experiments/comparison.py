@@ -9,7 +9,14 @@ from typing import Any
 from angular_lab.config.named_runs import named_run
 from angular_lab.data.shards import Manifest
 from angular_lab.errors import UserError
-from angular_lab.experiments import ablations, extensions, one_pass, published, trials
+from angular_lab.experiments import (
+    ablations,
+    extensions,
+    one_pass,
+    published,
+    short_runs,
+    trials,
+)
 from angular_lab.experiments.definition import (
     HORIZONS,
     OURS,
@@ -162,6 +169,7 @@ EXPERIMENTS: dict[str, Callable[[str], Experiment]] = {
     "one-pass-larger": one_pass.larger,
     "trials": trials.trials,
     "one-pass-closest": trials.closest,
+    "short-runs": short_runs.short_runs,
 }
 
 

@@ -1,0 +1,61 @@
+"""The plan of runs of few steps."""
+
+from dataclasses import replace
+
+import pytest
+
+from angular_lab.config.spec import Spec, get, keys
+from angular_lab.experiments.comparison import experiment
+from angular_lab.experiments.definition import SCALES
+from angular_lab.experiments.short_runs import METHODS, PAIRS, STEPS, WARMUP, label
+from angular_lab.training.build import lr_factor
+
+
+def specs(scale: str, steps: int) -> dict[str, Spec]:
+    arms = [arm for arm in experiment("short-runs", scale).arms if arm.horizons == (steps,)]
+    return {
+        arm.label.removesuffix(f", {steps} steps"): replace(arm.spec, steps=steps) for arm in arms
+    }
+
+
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("scale", SCALES)
+def test_arms_differ_in_what_they_are_named_for(scale: str, steps: int) -> None:
+    plans = specs(scale, steps)
+    usual = plans["angular_muown, cooldown 50%"]
+    changed = {
+        name: {key for key in keys(usual) if get(spec, key) != get(usual, key)}
+        for name, spec in plans.items()
+    }
+    assert changed == {
+        "angular_muown, cooldown 50%": set(),
+        "angular_muown, c = 5 / steps, cooldown 50%": {"optim.decay_scale"},
+        "angular_muown, kappa = 1, cooldown 50%": {"optim.decay_degree"},
+        "angular_muown, kappa = 1, linear to zero": {"optim.decay_degree", "schedule.decay"},
+        "angular_muown, kappa = 1, cosine": {
+            "optim.decay_degree", "schedule.decay", "schedule.kind",
+        },
+    }  # fmt: skip
+    scaled = plans["angular_muown, c = 5 / steps, cooldown 50%"].optim
+    assert scaled.decay_scale * steps == pytest.approx(5)
+
+
+@pytest.mark.parametrize("steps", STEPS)
+def test_learning_rates_fall_when_their_names_say_so(steps: int) -> None:
+    for name, spec in specs("nano", steps).items():
+        factors = [lr_factor(spec, step) for step in range(steps)]
+        peak = factors.index(max(factors))
+        assert peak in (WARMUP - 1, WARMUP)
+        start = steps // 2 if "cooldown" in name else peak
+        assert factors[peak:start] == [1.0] * (start - peak)
+        assert factors[start:] == sorted(factors[start:], reverse=True)
+        assert factors[-1] < 4 / steps
+
+
+def test_every_method_is_judged_by_other_seeds_than_chose_its_learning_rate() -> None:
+    plan = experiment("short-runs", "nano")
+    assert plan.seeds == (0, 1, 2, 3, 4)
+    assert plan.tuning_seed is None, "the first seed chooses"
+    labels = {label(method, schedule, steps) for method, schedule, _ in METHODS for steps in STEPS}
+    assert {arm.label for arm in plan.arms} == labels
+    assert len(plan.pairs) == len(PAIRS) * len(STEPS)
