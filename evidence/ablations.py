@@ -3,6 +3,7 @@
 from math import log2
 from statistics import fmean
 
+from angular_lab.config.spec import average_loss
 from angular_lab.report.read import SweepResults
 from evidence.comparison import Comparison
 from evidence.kept import OURS, Kept
@@ -104,7 +105,7 @@ def _larger(sweep: SweepResults) -> Facts:
     """How far AngularMuown is below NorMuon, one seed: by the weights and by averages."""
     [horizon] = sweep.horizons
     ours, other = (sweep.at_best(name)[0].ends[horizon] for name in (OURS, "normuon"))
-    keys = {"weights": "val_loss"} | {str(x): f"val_loss_averaged_{x}" for x in (0.1, 0.2, 0.4)}
+    keys = {"weights": "val_loss"} | {str(x): average_loss(x) for x in (0.1, 0.2, 0.4)}
     best = [min(run.values(key)[horizon] for key in keys.values()) for run in (ours, other)]
 
     def lead_at(key: str, first: int, last: int) -> float:
@@ -168,6 +169,6 @@ def _average(sweep: SweepResults) -> Facts:
         "loss": summary(averages[OURS]),
         "fifth_behind": fmean(fifth.finals(OURS, LATE).values()) - fmean(averages[OURS].values()),
         "two_fifths_worse_than_none": all(worse[s] > x for s, x in weights[OURS].items()),
-        "without_cooldown": fmean(x.values("val_loss_averaged_0.1")[COOLDOWN] for x in trunks),
+        "without_cooldown": fmean(x.values(average_loss(0.1))[COOLDOWN] for x in trunks),
         "weights": fmean(weights[OURS].values()),
     }

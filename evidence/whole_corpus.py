@@ -150,11 +150,10 @@ class WholeCorpus:
         ours = self.reference(arm)
         return arm.losses[CHOOSER] - ours.losses[CHOOSER] if mean is None else -mean
 
-    def fewer_tokens(self, arm: Arm, lead: float | None = None) -> float:
-        """Return how many times fewer tokens AngularMuown needs for an arm's loss, or for a loss
-        that is higher than its own by `lead`; below 1 if more."""
-        curve = self.curves[self.reference(arm).name]
-        return fewer_tokens(curve, self.lead(arm) if lead is None else lead)
+    def fewer_tokens(self, arm: Arm) -> float:
+        """Return how many times fewer tokens AngularMuown needs for an arm's loss; below 1 if
+        more."""
+        return fewer_tokens(self.curves[self.reference(arm).name], self.lead(arm))
 
     def neighbour_costs(self) -> dict[str, float]:
         """Return what the next lower and the next higher learning rate of AngularMuown's grid cost
@@ -205,11 +204,9 @@ class WholeCorpus:
                     continue
                 leads = sorted(-end for end in result.interval or ())
                 interval = " to ".join(f"{lead:.3f}" for lead in leads) or "-"
-                curve = self.curves[ours.name]
-                factors = " to ".join(f"{fewer_tokens(curve, lead):.2f}" for lead in leads)
-                factor = f"{fewer_tokens(curve, -result.paired.mean):.2f}"
+                factors = spelled(fewer_tokens_and_ends(self.curves[ours.name], result))
                 cells = [title(ours.name), title(arm.name), f"{-result.paired.mean:.3f}", interval]
-                rows.append([*cells, result.label, f"{factor} ({factors})" if factors else factor])
+                rows.append([*cells, result.label, factors])
         head = ["method", "against", "lower by", "95% interval", "lower?", "fewer tokens"]
         return [head, *rows]
 
@@ -264,13 +261,12 @@ class WholeCorpus:
 
     def _factor(self, arm: Arm) -> str:
         """Describe how many times fewer tokens than another method's arm, with its interval."""
-        factor, interval = self.fewer_tokens(arm), self.verdict(arm).interval
+        result, factor = self.verdict(arm), self.fewer_tokens(arm)
         text = f"{factor:.2f}" if factor > 1 else "its loss is not reached"
-        if interval:
-            ends = sorted(self.fewer_tokens(arm, -end) for end in interval)
-            text += " ({:.2f} to {:.2f})".format(*ends)
+        if result.interval:
+            text = spelled(fewer_tokens_and_ends(self.curves[self.reference(arm).name], result))
         text += f", {title(arm.name)}, {arm.schedule}"
-        seeds = len(self.verdict(arm).paired.seeds)
+        seeds = len(result.paired.seeds)
         text += f", {seeds} seeds" if arm.is_judged else ", seed 0 alone"
         return text if arm.in_grid else f"{text}, its grid not closed"
 
@@ -296,6 +292,21 @@ def fewer_tokens(curve: Curve, lead: float) -> float:
     raise ValueError(f"one horizon makes no curve: {curve}")
 
 
+def fewer_tokens_and_ends(curve: Curve, result: Verdict) -> dict[str, float]:
+    """Return the factor for the mean difference of "this curve is lower", and for the ends of its
+    interval."""
+    assert result.paired.mean is not None
+    differences = {"mean": result.paired.mean}
+    if result.interval:
+        differences |= dict(zip(("high", "low"), result.interval, strict=True))
+    return {name: fewer_tokens(curve, -difference) for name, difference in differences.items()}
+
+
+def spelled(factors: dict[str, float]) -> str:
+    text = f"{factors['mean']:.2f}"
+    return f"{text} ({factors['low']:.2f} to {factors['high']:.2f})" if "low" in factors else text
+
+
 def word(result: Verdict) -> str:
     """Return the outcome as one word, for a sentence to quote."""
     if result.paired.mean is None:
@@ -307,7 +318,7 @@ def facts(kept: Kept) -> Facts:
     whole = WholeCorpus(kept)
     others = _by_name(whole)
     usual = {name: arm for name, arm in others.items() if not arm.change}
-    fewer = {name: whole.fewer_tokens(arm) for name, arm in others.items()}
+    adamw = others["adamw"], others["adamw_changed"]
     return {
         "one_pass_long": {
             "runs": len(whole.sweep.trials),
@@ -316,15 +327,13 @@ def facts(kept: Kept) -> Facts:
             "lead": {name: whole.lead(arm) for name, arm in others.items()},
             "outcome": {name: word(whole.verdict(arm)) for name, arm in others.items()},
             "seeds": {name: len(whole.verdict(arm).paired.seeds) for name, arm in others.items()},
-            "methods": len(whole.best_of_others()) + 1,
             "ours_is_lowest": all(whole.lead(arm) > 0 for arm in whole.others),
             "normuon_decay_holds": whole.verdict(others["normuon_decay"]).outcome == "holds",
             "adamw_changed_holds": whole.verdict(others["adamw_changed"]).outcome == "holds",
             "normuon_decay_changed_holds": whole.verdict(others["normuon_decay_changed"]).outcome
             == "holds",
             "muon_is_above_on_all": max(whole.verdict(others["muon"]).paired.differences) < 0,
-            "fewer_tokens": fewer,
-            "adamw_in_half_the_tokens_missed": max(fewer["adamw"], fewer["adamw_changed"]) < 2,
+            "adamw_in_half_the_tokens_missed": max(map(whole.fewer_tokens, adamw)) < 2,
             "as_it_is": _as_it_is(whole, others["normuon_decay_changed"]),
             "against_adamw": {
                 "as_it_is": _factors(whole, whole.ours, others["adamw_changed"]),
@@ -359,12 +368,7 @@ def _factors(whole: WholeCorpus, ours: Arm, adamw: Arm) -> Facts:
     """Return how many times fewer tokens than AdamW one of AngularMuown's arms needs and how many
     times less time, as its steps take longer; both with the ends of the interval."""
     result = verdict(judging(ours.losses), judging(adamw.losses))
-    assert result.paired.mean is not None
-    assert result.interval is not None
-    high, low = result.interval  # of our loss minus the other one
-    differences = {"mean": result.paired.mean, "low": low, "high": high}
-    curve = whole.curves[ours.name]
-    fewer = {name: fewer_tokens(curve, -difference) for name, difference in differences.items()}
+    fewer = fewer_tokens_and_ends(whole.curves[ours.name], result)
     less = {name: factor * time_ratio("adamw") for name, factor in fewer.items()}
     return {"fewer_tokens": fewer, "less_time": less}
 

@@ -16,7 +16,8 @@ from site_hooks.references import filled
 from tests.programs import run_program
 
 ROOT = Path(__file__).parents[1]
-SOURCES = sorted((ROOT / "src").rglob("*.py"))
+FOLDERS = "src", "evidence", "site_hooks"
+SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 # The packages that each file or folder of the integrations may import.
 HOSTS = {
     "lightning": {"lightning"},

@@ -58,20 +58,20 @@ def load_run(
     run = RunFolder(path)
     spec = run.read_spec()
     folder = checkpoint.find(run.checkpoints, step)
-    names = {window: name for window, name in spec.averages.items() if window == average}
-    if average is not None and not names:
-        windows = ", ".join(map(str, spec.averages)) or "none"
+    chosen = [window for window in spec.average if window == average]
+    if average is not None and not chosen:
+        windows = ", ".join(map(str, spec.average)) or "none"
         raise UserError(
             f"average={average:g} is not one of the averages of {path}: {windows}; they are set "
             "when a run is started"
         )
     model = build_model(spec.model).to(device)
     ranks = Ranks(0, 1, torch.device(device))
-    averages = Averages(model, names)
+    averages = Averages(model, chosen)
     try:
         checkpoint.load(folder, model, None, ranks, [averages])
     except checkpoint.DamagedError as error:
         raise error.advise("use it with --step {}") from None
-    for window in names:
+    for window in chosen:
         averages.replace_weights(window)
     return model

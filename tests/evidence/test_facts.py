@@ -3,7 +3,7 @@
 import re
 from dataclasses import replace
 from math import isclose
-from statistics import fmean
+from statistics import fmean, stdev
 
 import pytest
 
@@ -12,7 +12,7 @@ from angular_lab.experiments.comparison import EXPERIMENTS
 from angular_lab.experiments.definition import TUNED_AT_S
 from angular_lab.experiments.trials import LONGER
 from angular_lab.run_folder import Run
-from evidence import documents, facts, headline, trials, verdicts, whole_corpus
+from evidence import documents, facts, headline, noise, trials, verdicts, whole_corpus
 from evidence.comparison import Comparison
 from evidence.documents import DOCUMENTS, fill
 from evidence.kept import ROOT, Kept
@@ -181,12 +181,29 @@ def test_gains_of_the_best_trial_are_paired_by_seed(kept: Kept) -> None:
 
 def test_a_trial_is_compared_with_what_it_changes(kept: Kept) -> None:
     """What has the best trial's changes and more is compared with the best trial."""
-    for name, _, against, _ in trials.table(kept)[1:]:
+    for name, _, against, *_ in trials.table(kept)[1:]:
         base = against.rpartition(", ")[0]
         if name.startswith(("AdamW", "NorMuon", "Muon")):
             assert name.startswith(base)
         else:
             assert (base == title(LONGER)) == (title(LONGER) in name and name != title(LONGER))
+
+
+def test_a_trial_differs_by_more_than_noise_if_it_exceeds_two_deviations(kept: Kept) -> None:
+    threshold = noise.one_seed(kept)
+    rows = trials.table(kept)[1:]
+    assert {row[-1] for row in rows} == {"yes", "no"}
+    for *_, difference, answer in rows:
+        assert (answer == "yes") == (abs(float(difference)) > threshold)
+
+
+def test_a_pooled_deviation_ignores_means_and_weighs_samples_by_their_sizes() -> None:
+    first, second = [1.0, 2.0, 4.0, 5.0], [3.0, 3.5, 4.0]
+    shifted = [x + 10 for x in second]
+    assert noise.pooled([first, shifted]) == pytest.approx(noise.pooled([first, second]))
+    assert noise.pooled([first]) == pytest.approx(stdev(first))
+    # sums of squares 10 and 0.5, with 3 and 2 degrees of freedom
+    assert noise.pooled([first, second]) == pytest.approx((10.5 / 5) ** 0.5)
 
 
 def test_ablations_use_the_learning_rates_that_the_comparison_chose(kept: Kept) -> None:

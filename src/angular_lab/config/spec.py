@@ -16,6 +16,11 @@ from angular_lab.records import from_json
 Window = int | float  # 549 and 0.1 stay what they are: the names of losses contain them
 
 
+def average_loss(window: Window, form: str = "") -> str:
+    """Return the name in metrics.jsonl of the loss of an average, in one of its further forms."""
+    return f"val_loss_averaged_{window}_{form}" if form else f"val_loss_averaged_{window}"
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     kind: str = "dense"  # dense, qwen2, moe, gpt_speedrun
@@ -210,6 +215,7 @@ class Spec:
             if not valid:
                 raise UserError(f"{key}={value:g}: it must be {expected}")
         self._check_forms()
+        self._check_soap()
         if start is not None and 2 * ramp > self.steps:
             raise UserError(
                 f"optim.momentum_ramp={ramp}: the run has {self.steps} steps, and the momentum "
@@ -223,7 +229,7 @@ class Spec:
             )
 
     def _check_forms(self) -> None:
-        """Check the forms of averages, and what needs whole matrices."""
+        """Check the forms of averages."""
         forms = ",".join(self.average_forms)
         if forms not in ("", "sphere", "half", "sphere,half", "half,sphere"):
             raise UserError(f"average_forms={forms}: it must be sphere, half or both")
@@ -236,6 +242,8 @@ class Spec:
                 f"average_forms={forms} with tensor={self.tensor}: sphere needs whole rows; set "
                 "tensor=1"
             )
+
+    def _check_soap(self) -> None:
         if self.optim.soap and (self.parallel != "ddp" or self.tensor > 1):
             raise UserError(
                 f"optim.soap={','.join(self.optim.soap)} with parallel={self.parallel} and "
@@ -284,7 +292,7 @@ class Spec:
     @property
     def averages(self) -> dict[float, str]:
         """Windows of the averages, and the names of their losses in metrics.jsonl."""
-        return {window: f"val_loss_averaged_{window}" for window in self.average}
+        return {window: average_loss(window) for window in self.average}
 
     @property
     def evaluations(self) -> int:

@@ -4,14 +4,17 @@ The library's optimizers keep one average each. A run keeps several, with any op
 they are stored here; the library updates them and swaps them in.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from angular_lab.config.spec import Window, average_loss
 from angular_muown import Group, average
+
+SPHERE = "sphere"  # the form that has an average of its own, of the rows' lengths
 
 
 class _Average:
@@ -39,32 +42,32 @@ class _Average:
 
 
 class Averages:
-    """Averages of a model's parameters, one per window; `names` has the names of their losses.
+    """Averages of a model's parameters, one per window.
 
     Training does not depend on them: the weights are the same bit for bit with and without.
     Buffers are not averaged: an average is evaluated with the model's current ones.
 
-    Each average can be evaluated in further forms: `sphere`, where the rows of `matrices` have the
-    average of their lengths, since averaging directions shortens them; and `half`, the midpoint
-    between weights and average.
+    Each average can be evaluated in further forms: `sphere`, where the averaged rows of `matrices`
+    are rescaled to the average of their lengths, since averaging shortens them; and `half`, the
+    midpoint between weights and average.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        names: Mapping[float, str],
+        windows: Iterable[Window],
         forms: Sequence[str] = (),
         matrices: Sequence[Tensor] = (),
     ) -> None:
-        self.model, self.names, self.forms = model, names, forms
+        self.model, self.windows, self.forms = model, tuple(windows), forms
         # With FSDP these are the shards: during a pass the model has other parameters instead.
         self.parameters: dict[str, Tensor] = dict(model.named_parameters())
-        self.averages = {str(window): _Average(self.parameters, window) for window in names}
+        self.averages = {str(w): _Average(self.parameters, w) for w in self.windows}
         self.lengths: dict[str, Tensor] = {}  # of the rows of each matrix
-        if "sphere" in forms:
+        if SPHERE in forms:
             known = {p: name for name, p in self.parameters.items()}
             self.lengths = {known[p]: _lengths(p) for p in matrices}
-            self.averages |= {f"{w}_sphere": _Average(self.lengths, w) for w in names}
+            self.averages |= {f"{w}_{SPHERE}": _Average(self.lengths, w) for w in self.windows}
 
     def count(self, window: float) -> int:
         """Return the number of steps in an average."""
@@ -90,8 +93,8 @@ class Averages:
             with torch.no_grad():
                 for name, before in weights.items():
                     self.parameters[name].lerp_(before, 0.5)
-                if form == "sphere":
-                    for name, length in self.averages[f"{window}_sphere"].values.items():
+                if form == SPHERE:
+                    for name, length in self.averages[f"{window}_{SPHERE}"].values.items():
                         now = _lengths(self.parameters[name])
                         self.parameters[name].mul_(length / now.masked_fill(now == 0, 1.0))
             yield
@@ -99,11 +102,12 @@ class Averages:
     def evaluate(self, validate: Callable[[], Mapping[str, float]]) -> dict[str, float]:
         """Return the validation loss of each average, without those that have no step yet."""
         losses = {}
-        for window in filter(self.count, self.names):
+        for window in filter(self.count, self.windows):
             for form in ("", *self.forms):
+                if form == SPHERE and not self.averages[f"{window}_{SPHERE}"].count:
+                    continue  # a branch added it, and has taken no step
                 with self.swapped_in(window, form):
-                    name = f"{self.names[window]}_{form}" if form else self.names[window]
-                    losses[name] = validate()["val_loss"]
+                    losses[average_loss(window, form)] = validate()["val_loss"]
         return losses
 
     @torch.no_grad()

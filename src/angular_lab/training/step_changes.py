@@ -148,8 +148,10 @@ class Soap:
         C <- d C + (1 - d) G^T G        Q: its eigenvectors, by one QR iteration every few steps
         V <- d V + (1 - d) (G Q)^2      G <- (G Q / sqrt(V)) Q^T
 
-    C is the covariance of the shorter side alone: of columns as above, or of rows. Both averages
-    start as their first value. Row lengths, where Adam moves them, follow the gradient itself.
+    C is the covariance of the shorter side alone: of columns as above, or of rows. A fused weight
+    is one matrix. Both averages start as their first value. The optimizer's momentum follows, while
+    SOAP itself divides the momentum by sqrt(V). Row lengths, where Adam moves them, follow the
+    gradient itself.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, spec: Spec) -> None:

@@ -75,7 +75,7 @@ class Trainer:
         if not spec.angle_every:
             self.monitor.close()
         rows = build.matrices(self.optimizer) if "sphere" in spec.average_forms else []
-        self.averages = Averages(self.model, spec.averages, spec.average_forms, rows)
+        self.averages = Averages(self.model, spec.average, spec.average_forms, rows)
         self.extrapolation = Extrapolation(self.model, spec)
         self.slow_momentum = SlowMomentum(self.model, self.optimizer, spec)
         self.soap = Soap(self.model, self.optimizer, spec)

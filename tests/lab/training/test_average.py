@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from angular_lab.cli.main import main
 from angular_lab.config.branches import branch_point, trunk_spec
 from angular_lab.config.overrides import override
-from angular_lab.config.spec import Spec
+from angular_lab.config.spec import Spec, average_loss
 from angular_lab.data.batches import Tokens
 from angular_lab.run_folder import RunFolder
 from angular_lab.sample import load_run
@@ -61,7 +61,7 @@ def averaged_run(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_average_is_a_mean_that_forgets_old_weights(window: float, dtype: torch.dtype) -> None:
     """For windows in steps also bit for bit as in runs of earlier versions."""
     model = nn.Linear(5, 3).to(dtype)
-    averages = Averages(model, {window: "loss"})
+    averages = Averages(model, [window])
     history: dict[str, list[Tensor]] = {name: [] for name, _ in model.named_parameters()}
     lerped = {name: p.detach().float() for name, p in model.named_parameters()}
     for k in range(1, 21):
@@ -85,7 +85,7 @@ def test_average_is_a_mean_that_forgets_old_weights(window: float, dtype: torch.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_are_restored_bit_for_bit_after_an_error(dtype: torch.dtype) -> None:
     model = nn.Linear(2, 2, dtype=dtype)
-    averages = Averages(model, {2: "two", 5: "five"})
+    averages = Averages(model, [2, 5])
     averages.update()
     odd = torch.tensor([[-0.0, 1e-40], [torch.nan, 0.1]]).to(dtype)
     with torch.no_grad():
@@ -109,10 +109,10 @@ def test_weights_are_restored_bit_for_bit_after_an_error(dtype: torch.dtype) -> 
 
 
 def test_average_without_a_step_is_not_evaluated() -> None:
-    averages = Averages(nn.Linear(2, 2), {4: "four"})
+    averages = Averages(nn.Linear(2, 2), [4])
     assert averages.evaluate(lambda: {"val_loss": 1.0}) == {}
     averages.update()
-    assert averages.evaluate(lambda: {"val_loss": 1.0}) == {"four": 1.0}
+    assert averages.evaluate(lambda: {"val_loss": 1.0}) == {average_loss(4): 1.0}
 
 
 @pytest.mark.parametrize("average", ["1", "0", "8,1", "-3", "2.5", "-0.1", "3,nan"])
@@ -338,7 +338,7 @@ def test_further_forms_of_an_average() -> None:
     """`sphere`: average rows at their average length. `half`: halfway to the weights."""
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
-    averages = Averages(model, {2: "two"}, ("sphere", "half"), [model.weight])
+    averages = Averages(model, [2], ("sphere", "half"), [model.weight])
     history: list[Tensor] = []
     for _ in range(5):
         with torch.no_grad():
@@ -363,8 +363,23 @@ def test_further_forms_of_an_average() -> None:
         assert torch.equal(model.weight, weight)
         assert torch.equal(model.bias, bias)
     losses = averages.evaluate(lambda: {"val_loss": model.weight.square().sum().item()})
-    assert set(losses) == {"two", "two_sphere", "two_half"}
+    assert set(losses) == {average_loss(2, form) for form in expected}
     assert len(set(losses.values())) == 3
+
+
+def test_a_form_that_a_branch_adds_is_not_evaluated_before_its_first_step() -> None:
+    """The lengths of the rows would be those of the initial weights."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    trunk = Averages(model, [2])
+    trunk.update()
+    branch = Averages(model, [2], ("sphere",), [model.weight])
+    branch.load(trunk.state())
+    assert branch.evaluate(lambda: {"val_loss": 1.0}) == {average_loss(2): 1.0}
+    branch.update()
+    assert set(branch.evaluate(lambda: {"val_loss": 1.0})) == {
+        average_loss(2), average_loss(2, "sphere"),
+    }  # fmt: skip
 
 
 def test_training_does_not_depend_on_further_forms(
@@ -374,7 +389,7 @@ def test_training_does_not_depend_on_further_forms(
     train(spec, tmp_path / "run")
     for with_forms, without in zip(parsed(tmp_path / "run"), parsed(averaged_run), strict=True):
         assert without.items() <= with_forms.items()
-    names = {f"{name}_{form}" for name in NAMES.values() for form in spec.average_forms}
+    names = {average_loss(window, form) for window in WINDOWS for form in spec.average_forms}
     last = parsed(tmp_path / "run")[-1]
     assert names <= last.keys()
     assert len({last[name] for name in (*names, *NAMES.values())}) == 3 * len(WINDOWS)
@@ -391,7 +406,7 @@ def test_a_branch_may_add_a_form(data: Path, tmp_path: Path, in_memory: bool) ->
     train(replace(spec, average_forms=("sphere",)), tmp_path / "branch", models=models)
     name = NAMES[8]
     for line, usual in zip(parsed(tmp_path / "branch"), parsed(tmp_path / "usual"), strict=True):
-        assert line.pop(f"{name}_sphere") != line[name]
+        assert line.pop(average_loss(8, "sphere")) != line[name]
         assert line == usual
 
 
