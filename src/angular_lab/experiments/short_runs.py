@@ -8,7 +8,7 @@ from typing import Any
 
 from angular_lab.config.spec import ScheduleSpec
 from angular_lab.experiments.definition import OURS, Arm, Experiment, base, trained_by
-from angular_lab.experiments.one_pass import LINEAR, LONG
+from angular_lab.experiments.one_pass import LINEAR, LONG, SHORT
 from angular_lab.experiments.published import KAPPA_1
 
 STEPS = (300, 1000, 3000)
@@ -24,10 +24,14 @@ METHODS = (
     (KAPPA_1, LONG, FLAT_RATES),
     (KAPPA_1, LINEAR, FLAT_RATES),
     (KAPPA_1, COSINE, FLAT_RATES),
+    (OURS, SHORT, FALLING_RATES),
+    (SCALED, SHORT, FALLING_RATES),
 )
 # What the advice says of each: the first is expected to be no worse.
 PAIRS = (
     ((SCALED, LONG), (OURS, LONG)),
+    ((SCALED, SHORT), (OURS, SHORT)),
+    ((OURS, LONG), (OURS, SHORT)),
     ((OURS, LONG), (KAPPA_1, LONG)),
     ((OURS, LONG), (KAPPA_1, LINEAR)),
     ((KAPPA_1, COSINE), (KAPPA_1, LINEAR)),
@@ -44,6 +48,7 @@ def _arm(scale: str, method: str, schedule: str, rates: tuple[float, ...], steps
         KAPPA_1: {"decay_degree": 0.0},
     }
     kinds = {
+        SHORT: ScheduleSpec(warmup=WARMUP, decay=0.2),
         LONG: ScheduleSpec(warmup=WARMUP, decay=0.5),
         LINEAR: ScheduleSpec(warmup=WARMUP, decay=1 - WARMUP / steps),
         COSINE: ScheduleSpec(warmup=WARMUP, kind="cosine"),

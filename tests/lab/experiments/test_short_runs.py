@@ -30,14 +30,17 @@ def test_arms_differ_in_what_they_are_named_for(scale: str, steps: int) -> None:
     assert changed == {
         "angular_muown, cooldown 50%": set(),
         "angular_muown, c = 5 / steps, cooldown 50%": {"optim.decay_scale"},
+        "angular_muown, cooldown 20%": {"schedule.decay"},
+        "angular_muown, c = 5 / steps, cooldown 20%": {"optim.decay_scale", "schedule.decay"},
         "angular_muown, kappa = 1, cooldown 50%": {"optim.decay_degree"},
         "angular_muown, kappa = 1, linear to zero": {"optim.decay_degree", "schedule.decay"},
         "angular_muown, kappa = 1, cosine": {
             "optim.decay_degree", "schedule.decay", "schedule.kind",
         },
     }  # fmt: skip
-    scaled = plans["angular_muown, c = 5 / steps, cooldown 50%"].optim
-    assert scaled.decay_scale * steps == pytest.approx(5)
+    for cooldown in ("20%", "50%"):
+        scaled = plans[f"angular_muown, c = 5 / steps, cooldown {cooldown}"].optim
+        assert scaled.decay_scale * steps == pytest.approx(5)
 
 
 @pytest.mark.parametrize("steps", STEPS)
@@ -46,10 +49,11 @@ def test_learning_rates_fall_when_their_names_say_so(steps: int) -> None:
         factors = [lr_factor(spec, step) for step in range(steps)]
         peak = factors.index(max(factors))
         assert peak in (WARMUP - 1, WARMUP)
-        start = steps // 2 if "cooldown" in name else peak
+        cooldown = 0.5 if "50%" in name else 0.2
+        start = round(steps * (1 - cooldown)) if "cooldown" in name else peak
         assert factors[peak:start] == [1.0] * (start - peak)
         assert factors[start:] == sorted(factors[start:], reverse=True)
-        assert factors[-1] < 4 / steps
+        assert factors[-1] <= 1 / (steps - start)
 
 
 def test_every_method_is_judged_by_other_seeds_than_chose_its_learning_rate() -> None:
