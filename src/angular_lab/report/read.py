@@ -173,12 +173,17 @@ class SweepResults:
             for trials in views.values()
         ]
 
+    def reaches(self, arm: str, horizon: int) -> bool:
+        """True if the arm has this horizon; before it has a trial, it may have any."""
+        trials = self.of_arm(arm)
+        return not trials or any(horizon in trial.planned for trial in trials)
+
     def first_losses(self, arm: str) -> dict[float, float]:
-        """Return losses at the last horizon by value: what the first seed chooses from."""
+        """Return losses at the arm's last horizon by value: what the first seed chooses from."""
         losses: dict[float, float] = {}
         for trial in self.of_arm(arm):
             if trial.seed == self.seeds[0]:
-                end = trial.final(self.horizons[-1])
+                end = trial.final(max(trial.planned, default=0))
                 if end is not None or trial.diverged:
                     losses[trial.value] = inf if end is None else end[1]
         return losses

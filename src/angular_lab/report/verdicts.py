@@ -328,7 +328,12 @@ PAIRS_NOTE = (
 
 
 def pair_table(sweep: SweepResults) -> Table | None:
-    rows = [_compare(sweep, a, b, h) for a, b in sweep.pairs for h in sweep.horizons]
+    rows = [
+        _compare(sweep, a, b, h)
+        for a, b in sweep.pairs
+        for h in sweep.horizons
+        if sweep.reaches(a, h) and sweep.reaches(b, h)
+    ]
     title = "Method against method"
     note = f"{PAIRS_NOTE} {added_note(sweep)}".strip()
     return Table(key_of(sweep, "pairs"), title, rows, note) if rows else None

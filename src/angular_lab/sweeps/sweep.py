@@ -253,7 +253,8 @@ class Sweep:
 
     @property
     def chosen(self) -> dict[str, BestRate]:
-        best = {arm.label: self.best(arm) for arm in self.experiment.arms if not arm.variant_of}
+        arms = (arm for arm in self.experiment.arms if not arm.variant_of)
+        best = {arm.label: self.best(arm, self.extend) for arm in arms}
         return {label: value for label, value in best.items() if value}
 
     # -- the file ------------------------------------------------------------------------------

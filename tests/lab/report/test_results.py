@@ -282,3 +282,23 @@ def test_a_cooldown_whose_trunk_is_gone_keeps_its_own_log(tmp_path: Path) -> Non
     assert f"{root / RUNS / name} is not a run folder: it has no spec.json: left out" in (
         sweep.warnings
     )
+
+
+def test_an_arm_with_horizons_of_its_own_chooses_at_its_last_one(tmp_path: Path) -> None:
+    """Its learning rate is not that of the sweep's last horizon, which it does not reach."""
+    short: Grid = {0.01: {0: {100: 3.3}, 1: {100: 3.4}}, 0.02: {0: {100: 3.2}, 1: {100: 3.1}}}
+    longer: Grid = {0.01: {0: {400: 2.8}, 1: {400: 2.9}}, 0.02: {0: {400: 2.9}, 1: {400: 2.95}}}
+    methods = {"100 steps": (OURS, short), "other": (OURS, short), "400 steps": (OURS, longer)}
+    root = write_sweep(tmp_path / "lengths", methods, pairs=(("100 steps", "other"),))
+    warnings: list[str] = []
+    (sweep,), _ = collect([root], warnings)
+    assert sweep.horizons == [100, 400]
+    assert {arm: best.lr for arm, best in sweep.best.items()} == {
+        "100 steps": 0.02, "other": 0.02, "400 steps": 0.01,
+    }  # fmt: skip
+    assert sweep.judged("100 steps", 100) == {1: 3.1}
+    assert sweep.judged("100 steps", 400) == {}
+    assert sweep.judged("400 steps", 400) == {1: 2.9}
+    make_report([root], tmp_path / "report")
+    (pair,) = table(tmp_path / "report", "lengths-pairs")
+    assert pair["tokens"] == "100000.0", "no row for a horizon that neither method has"

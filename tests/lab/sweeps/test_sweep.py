@@ -210,6 +210,8 @@ def test_a_grid_is_extended_at_its_edge_on_request(data: Path, tmp_path: Path) -
     again = sweep(plan, tmp_path)
     assert again.path.read_bytes() == before, "values that were added stay"
     assert again.chosen["adamw"].lr == pytest.approx(8e-5)
+    again.path.unlink()
+    assert sweep(plan, tmp_path, extend=2).path.read_bytes() == before, "it follows from the runs"
 
 
 def test_a_run_that_diverges_is_a_result(
