@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from angular_lab.config.spec import Spec
-from angular_lab.demo import OURS, demo_spec
+from angular_lab.demo import demo_spec
 from angular_lab.report.report import summary
 from angular_lab.training.start import train
 
@@ -24,8 +24,8 @@ from angular_lab.training.start import train
 AUX = (2e-3, 4e-3, 8e-3)
 GRIDS = {
     "adamw": [(lr, lr) for lr in (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)],
-    "muon": [(lr, aux) for lr in (0.005, 0.01, 0.02, 0.04) for aux in AUX],
-    "muown": [(lr, aux) for lr in (0.01, 0.02, 0.04) for aux in (*AUX, 0.016)],
+    "muon": [(lr, aux) for lr in (0.005, 0.01, 0.02, 0.04) for aux in (0.001, *AUX)],
+    "muown": [(lr, aux) for lr in (0.01, 0.02, 0.04, 0.08) for aux in (*AUX, 0.016)],
     "angular_muown": [(lr, aux) for lr in (0.02, 0.04, 0.08) for aux in AUX],
 }
 DECAY = {"adamw": 0.1, "muon": 0.1}  # as in the paper; the others have none
@@ -34,10 +34,8 @@ DECAY = {"adamw": 0.1, "muon": 0.1}  # as in the paper; the others have none
 def setting(spec: Spec, device: str) -> dict[str, Any]:
     """Return what identifies a row of the grid."""
     optim = spec.optim
-    values: dict[str, Any] = {"optimizer": optim.name, "lr": optim.lr, "aux_lr": optim.aux_lr}
-    if optim.name == OURS:
-        values["decay_scale"] = optim.decay_scale
-    return values | {"steps": spec.steps, "device": device}
+    values = {"optimizer": optim.name, "lr": optim.lr, "aux_lr": optim.aux_lr}
+    return values | {"steps": spec.steps, "cooldown": spec.schedule.decay, "device": device}
 
 
 def measure(spec: Spec, device: str) -> dict[str, Any]:

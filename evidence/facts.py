@@ -16,6 +16,7 @@ from evidence import (
     one_pass,
     ranks,
     repeated,
+    short_runs,
     speed,
     storage,
     trials,
@@ -37,6 +38,7 @@ SUBJECTS = (
     noise,
     repeated,
     finetune,
+    short_runs,
     storage,
     trials,
 )
@@ -85,16 +87,19 @@ def write(facts: Facts, names: Iterable[str]) -> None:
     FILE.write_text(json.dumps(content, indent=1) + "\n")
 
 
+def _of_the_report(kept: Kept) -> dict[str, Rows]:
+    return {
+        name: table if name.startswith("theory/") else titled(table)
+        for name, table in kept.tables.items()
+    }
+
+
 def tables(kept: Kept) -> dict[str, Rows]:
     """Return the report's tables and those that are made here, by name."""
     once, main = one_pass.OnePass(kept), headline.Headline(kept)
     whole = whole_corpus.WholeCorpus(kept)
-    report = {
-        name: table if name.startswith("theory/") else titled(table)
-        for name, table in kept.tables.items()
-    }
     return (
-        report
+        _of_the_report(kept)
         | verdicts.tables(kept)
         | {
             "whole-corpus": whole.table(),
@@ -103,6 +108,7 @@ def tables(kept: Kept) -> dict[str, Rows]:
             "advice": whole_corpus.advice(kept),
             "grids": whole_corpus.grids(kept),
             "trials": trials.table(kept),
+            "short-runs": short_runs.table(kept),
             "results": main.table(),
             "schedules-and-kappa": once.schedules_and_kappa(),
             "state-bytes": memory.table(),

@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from angular_lab.experiments.definition import SCALES
 from angular_lab.report.read import SweepResults, collect
 from angular_lab.report.report import make_report
 from angular_lab.run_folder import RUNS, RunInfo
@@ -14,7 +15,7 @@ from angular_lab.theory.page import make_page
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
-ARCHIVES = sorted((RESULTS / "s").glob("*.tar.xz"))
+ARCHIVES = sorted(path for scale in SCALES for path in (RESULTS / scale).glob("*.tar.xz"))
 OURS = "angular_muown"
 
 Rows = list[list[str]]  # a table's cells as they are shown, the header first
@@ -48,12 +49,14 @@ class Kept:
 
     @cached_property
     def sweeps(self) -> dict[str, SweepResults]:
-        """All sweeps by experiment."""
+        """All sweeps by experiment; those of another scale than s by experiment and scale."""
         warnings: list[str] = []
         sweeps, _ = collect([self.runs.parent], warnings)
         if warnings:
             raise ValueError(f"the kept runs cannot be read: {'; '.join(warnings)}")
-        return {sweep.experiment: sweep for sweep in sweeps}
+        usual = {sweep.experiment: sweep for sweep in sweeps if sweep.scale == "s"}
+        others = (sweep for sweep in sweeps if sweep.scale != "s")
+        return usual | {f"{sweep.experiment}-{sweep.scale}": sweep for sweep in others}
 
     @cached_property
     def infos(self) -> dict[str, RunInfo]:

@@ -49,7 +49,7 @@ def main(
     """The losses of all steps after the one that was resumed, and the model."""
     accelerator = start(fsdp2)
     model = build()
-    optimizer = AngularMuown.for_model(model, lr=0.02, decay_scale=5 / steps)
+    optimizer = AngularMuown.for_model(model, lr=0.02)
     scheduler = wsd_schedule(optimizer, steps, warmup=0.1)
     size = 16 // ACCUMULATE // accelerator.num_processes
     data = DataLoader(Windows(32, steps * 32), batch_size=size, drop_last=True)

@@ -41,7 +41,7 @@ def main(out: Path, to: str = "tensorboard", steps: int = 60) -> list[float]:
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
     head = nn.Linear(64, 1)
     network = nn.ModuleDict({"body": model, "head": head})
-    optimizer = AngularMuown.for_model(network, lr=0.02, decay_scale=5 / steps)
+    optimizer = AngularMuown.for_model(network, lr=0.02)
     scheduler = wsd_schedule(optimizer, steps, warmup=10)
     writer = open_writer(to, out)
     log_angles(network, optimizer, writer, every=10)  # the one line

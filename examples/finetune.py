@@ -35,7 +35,7 @@ def pretrain(steps: int) -> GPT:
     torch.manual_seed(0)
     model = GPT()
     blocks = {"*.qkv.weight": 3}
-    optimizer = AngularMuown.for_model(model, lr=0.04, blocks=blocks, decay_scale=5 / steps)
+    optimizer = AngularMuown.for_model(model, lr=0.04, blocks=blocks)
     scheduler = wsd_schedule(optimizer, steps, warmup=0.1)
     run(model, optimizer, scheduler, python_source(), steps)
     return model

@@ -19,15 +19,15 @@ from torch.optim import Optimizer
 
 from angular_muown import AngularMuown, wsd_schedule
 
-Make = Callable[[nn.Module, float, int], Optimizer]  # (model, lr, steps)
+Make = Callable[[nn.Module, float], Optimizer]  # (model, lr)
 
 
-def adamw(model: nn.Module, lr: float, steps: int) -> Optimizer:
+def adamw(model: nn.Module, lr: float) -> Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
 
 
-def angular_muown(model: nn.Module, lr: float, steps: int) -> Optimizer:
-    return AngularMuown.for_model(model, lr=lr, blocks={"*.qkv.weight": 3}, decay_scale=5 / steps)
+def angular_muown(model: nn.Module, lr: float) -> Optimizer:
+    return AngularMuown.for_model(model, lr=lr, blocks={"*.qkv.weight": 3})
 
 
 # Three learning rates each, by factors of 2. If the best one is at an edge, add another.
@@ -40,7 +40,7 @@ GRIDS: dict[str, tuple[Make, tuple[float, ...]]] = {
 def train(make: Make, lr: float, steps: int, seed: int, text: Tensor) -> GPT:
     torch.manual_seed(seed)
     model = GPT()
-    optimizer = make(model, lr, steps)
+    optimizer = make(model, lr)
     scheduler = wsd_schedule(optimizer, steps, warmup=0.1)
     for step in range(steps):
         model(*batch(text, step, seed)).backward()

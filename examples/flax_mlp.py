@@ -56,9 +56,7 @@ def main(out: Path, steps: int = 60) -> dict[str, Any]:
     network = Network()
     params = network.init(jax.random.key(0), batch(0)[0])
     schedule, warmup = wsd(0.02, steps)
-    optimizer = with_adamw(
-        schedule, partial(label, rules=RULES), warmup_steps=warmup, decay_scale=5 / steps
-    )
+    optimizer = with_adamw(schedule, partial(label, rules=RULES), warmup_steps=warmup)
 
     @jax.jit
     def train(params: Any, state: Any, tokens: Any, answers: Any) -> tuple[Any, Any, Any]:

@@ -48,7 +48,7 @@ def build(device: torch.device, steps: int) -> tuple[GPT, AngularMuown, LRSchedu
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = AngularMuown.for_model(  # after fully_shard, which replaces the parameters
-        model, lr=0.02, blocks={"*.qkv.weight": 3}, decay_scale=5 / steps
+        model, lr=0.02, blocks={"*.qkv.weight": 3}
     )
     return model, optimizer, wsd_schedule(optimizer, steps, warmup=0.1)
 

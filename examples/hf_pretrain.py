@@ -45,7 +45,7 @@ def main(
 ) -> Trainer:
     """Train from scratch, or a given model: then pass aux_lr, the learning rate of AdamW."""
     model = model or build(name)
-    optimizer = AngularMuown.for_model(model, lr=lr, aux_lr=aux_lr, decay_scale=5 / steps)
+    optimizer = AngularMuown.for_model(model, lr=lr, aux_lr=aux_lr)
     scheduler = wsd_schedule(optimizer, steps, warmup=0.1)
     arguments = TrainingArguments(
         out or tempfile.mkdtemp(),

@@ -46,7 +46,7 @@ def batches() -> DataLoader[Any]:
 
 
 def make_optimizer(network: nn.Module, steps: int) -> tuple[AngularMuown, LRScheduler]:
-    optimizer = AngularMuown.for_model(network, lr=0.03, decay_scale=5 / steps)
+    optimizer = AngularMuown.for_model(network, lr=0.03)
     return optimizer, wsd_schedule(optimizer, steps, warmup=0.1)
 
 

@@ -87,7 +87,7 @@ def make_optimizer(model: Any, steps: int) -> Any:
     from angular_muown.integrations.megatron import get_angular_muown_optimizer
 
     config = OptimizerConfig(lr=LR, min_lr=0.0, weight_decay=0.0, adam_beta2=0.95, clip_grad=0.0)
-    return get_angular_muown_optimizer(config, [model], warmup_steps=WARMUP, decay_scale=5 / steps)
+    return get_angular_muown_optimizer(config, [model], warmup_steps=WARMUP)
 
 
 def make_scheduler(optimizer: Any, steps: int, done: int = 0) -> Any:

@@ -86,7 +86,6 @@ def main(steps: int = 300, lr: float = 0.02) -> list[float]:
         model,
         lr=lr,
         blocks={"*.qkv.weight": 3},  # q, k and v are three matrices
-        decay_scale=5 / steps,  # kappa's clock, for a run far below 5000 steps
     )
     print(optimizer.plan)
     scheduler = wsd_schedule(optimizer, steps, warmup=0.1)

@@ -84,9 +84,9 @@ def main(
     others = [" ".join(text.split()[::-1]) for text in texts]  # what the base has not learnt
     tokenizer = build_tokenizer(texts)
     model = build_model(len(tokenizer))
-    # From scratch: kappa falls under a constant learning rate, and aux_lr is lr.
+    # From scratch: a constant phase and a cooldown, with kappa on; aux_lr is lr.
     constant = wsd_arguments(steps, lr=0.02, warmup=0.1)
-    full = train(model, tokenizer, texts, steps, constant, {"decay_scale": 5 / steps})
+    full = train(model, tokenizer, texts, steps, constant, {})
     # A row of B has RANK entries and starts at zero. AdamW would move it by up to
     # ADAPTER_LR sqrt(RANK) a step: the same bound for its length.
     lora = LoraConfig(r=RANK, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")

@@ -43,7 +43,7 @@ def main(
 ) -> tuple[list[float], PreTrainedModel, AngularMuown]:
     """The losses of all steps after the one that was resumed, the model, the optimizer."""
     model = build(name)
-    optimizer = AngularMuown.for_model(model, lr=0.02, decay_scale=5 / steps)
+    optimizer = AngularMuown.for_model(model, lr=0.02)
     scheduler = wsd_schedule(optimizer, steps, warmup=0.1)
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     if resume:

@@ -211,10 +211,10 @@ def _schedule(plan: Plan) -> Iterator[Finding]:
             f"the cooldown starts at step {spec.full_rate_until}, during the warmup of {s.warmup}"
         )
         yield Finding("schedule", WARNING, text, "lower schedule.warmup or schedule.decay")
-    if spec.has_kappa and (last := spec.kappa(spec.steps)) is not None and last > HARDLY:
-        fast = 5 / max(1, spec.steps - s.warmup)
-        text = f"kappa falls only to {last:.2f}: {spec.steps} steps are too few for it"
-        advice = f"optim.decay_scale={fast:.2g} lets it fall to {1 / 6:.2f}"
+    last = spec.kappa(spec.steps) if spec.has_kappa and s.kind == "wsd" else None
+    if last is not None and last > HARDLY and 2 * spec.decay_steps < spec.steps:
+        text = f"in {spec.steps} steps kappa falls only to {last:.2f}, and the cooldown is short"
+        advice = "schedule.decay=0.5 lowers the angle instead"
         yield Finding("schedule", WARNING, text, advice)
 
 

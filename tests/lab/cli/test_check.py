@@ -72,8 +72,8 @@ def test_a_sound_run_has_no_problem(data: Path, tmp_path: Path) -> None:
          "raise schedule.decay"),
         (["schedule.decay=1"], "schedule", "warning", "the cooldown starts at step 0, during the "
          "warmup of 2", "lower schedule.warmup"),
-        (["optim.decay_scale=1e-3"], "schedule", "warning", "kappa falls only to 0.99",
-         "optim.decay_scale=0.5 lets it fall to 0.17"),
+        (["optim.decay_scale=1e-3", "schedule.decay=0.4"], "schedule", "warning",
+         "in 12 steps kappa falls only to 0.99", "schedule.decay=0.5 lowers the angle"),
     ],
 )  # fmt: skip
 def test_each_problem_is_found(
@@ -85,11 +85,12 @@ def test_each_problem_is_found(
     assert advice in finding.advice
 
 
-def test_kappa_is_checked_only_where_there_is_one(data: Path, tmp_path: Path) -> None:
+def test_kappa_is_checked_only_where_it_alone_lowers_the_angle(data: Path, tmp_path: Path) -> None:
     for name in ("adamw", "muon"):
         spec = override(tiny(data), [f"optim.name={name}", "optim.lr=0.01"])
         assert not found(spec, tmp_path / "run", "schedule")
-    assert not found(override(tiny(data), ["optim.decay_degree=0"]), tmp_path / "run", "schedule")
+    for setting in ("optim.decay_degree=0", "schedule.decay=0.5", "schedule.kind=cosine"):
+        assert not found(override(tiny(data), [setting]), tmp_path / "run", "schedule")
 
 
 def test_the_disk_must_hold_all_checkpoints(
@@ -303,6 +304,6 @@ def test_train_warns_once_and_a_resumed_run_is_silent(
 ) -> None:
     assert main(command("train", "optim.decay_scale=1e-3")) == 0
     warning = capsys.readouterr().err.splitlines()[0]
-    assert warning.startswith("warning: kappa falls only to 1.00: 6 steps are too few for it; ")
+    assert warning.startswith("warning: in 6 steps kappa falls only to 1.00, and the cooldown is ")
     assert main(command("train", "optim.decay_scale=1e-3", "--resume", "auto")) == 0
     assert "warning" not in capsys.readouterr().err
