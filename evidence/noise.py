@@ -26,7 +26,7 @@ def facts(kept: Kept) -> Facts:
             "settings_halve_it": of_losses[whole.changed.name] < ours / 2,
             "differences": spread(map(stdev, pairs)),
             "difference": pooled(pairs),
-            "one_seed": one_seed(kept),
+            "one_seed": 2 * pooled(pairs),
         }
     }
 
@@ -34,7 +34,7 @@ def facts(kept: Kept) -> Facts:
 def one_seed(kept: Kept) -> float:
     """Return what a difference on one seed must exceed to be more than noise: two standard
     deviations of such differences."""
-    return 2 * pooled(_differences(WholeCorpus(kept)))
+    return float(facts(kept)["noise"]["one_seed"])
 
 
 def _differences(whole: WholeCorpus) -> list[Sequence[float]]:

@@ -5,10 +5,10 @@ from statistics import fmean
 from angular_lab.experiments.one_pass import LINEAR, LONG, SHORT
 from angular_lab.experiments.published import KAPPA_1
 from angular_lab.experiments.short_runs import COSINE, FALL, METHODS, PAIRS, SCALED, STEPS, label
-from angular_lab.experiments.statistics import Verdict, verdict
+from angular_lab.experiments.statistics import LEAST, Verdict, verdict
 from angular_lab.report.read import SweepResults
 from evidence.kept import OURS, Kept, Rows
-from evidence.measures import Facts
+from evidence.measures import Facts, grid
 from evidence.whole_corpus import word
 
 NAMES = {  # of facts
@@ -25,12 +25,37 @@ KAPPAS = {OURS: "default", SCALED: f"$c$ = {FALL:g} / steps"}  # all others: 1
 
 def facts(kept: Kept) -> Facts:
     sweep = kept.sweeps["short-runs-nano"]
+    changes = {f"{NAMES[a]}_above_{NAMES[b]}": _by_steps(sweep, a, b) for a, b in PAIRS}
+    seeds = {"seeds": len(sweep.seeds) - 1}
+    return {"short_runs": seeds | changes | _clock(sweep, changes) | _rates(sweep)}
+
+
+def _clock(sweep: SweepResults, changes: Facts) -> Facts:
+    """What the documents claim about a clock that is scaled to the run."""
+    scaled, flat = changes["scaled_50_above_default_50"], changes["default_50_above_flat_50"]
+    ours, theirs = (label(method, LONG, 1000) for method in (SCALED, OURS))
+    by_sign = _verdict(sweep, ours, theirs, 1000).label.startswith("holds (sign test")
+    more = [
+        changes["default_50_above_default_20"][steps]["mean"]
+        < changes["scaled_20_above_default_20"][steps]["mean"]
+        for steps in ("300", "1000")
+    ]
     return {
-        "short_runs": {
-            "runs": len(sweep.trials),
-            "seeds": len(sweep.seeds) - 1,
-            **{f"{NAMES[a]}_above_{NAMES[b]}": _by_steps(sweep, a, b) for a, b in PAIRS},
-        }
+        "scaling_is_worse_after_300": scaled["300"]["outcome"] == "reversed",
+        "scaling_is_better_after_1000_by_sign_alone": by_sign,
+        "longer_cooldown_helps_more": all(more),
+        "kappa_off_is_within_0.005": max(abs(x["mean"]) for x in flat.values()) < LEAST,
+    }
+
+
+def _rates(sweep: SweepResults) -> Facts:
+    """The learning rates of the default clock with a cooldown of 50%, on seed 0."""
+    best = sweep.best[label(OURS, LONG, 300)].lr
+    losses = grid(sweep, label(OURS, LONG, 1000))
+    near = [losses[lr] for lr in (0.016, 0.025, 0.04)]
+    return {
+        "default_lr_is_0.04_after_300": best == 0.04,
+        "default_lr_is_flat_after_1000": max(near) - min(near) < LEAST,
     }
 
 

@@ -212,7 +212,8 @@ def _schedule(plan: Plan) -> Iterator[Finding]:
         )
         yield Finding("schedule", WARNING, text, "lower schedule.warmup or schedule.decay")
     last = spec.kappa(spec.steps) if spec.has_kappa and s.kind == "wsd" else None
-    if last is not None and last > HARDLY and 2 * spec.decay_steps < spec.steps:
+    is_short = s.decay_steps is None and 0 < 2 * spec.decay_steps < spec.steps
+    if last is not None and last > HARDLY and is_short:
         text = f"in {spec.steps} steps kappa falls only to {last:.2f}, and the cooldown is short"
         advice = "schedule.decay=0.5 lowers the angle instead"
         yield Finding("schedule", WARNING, text, advice)

@@ -28,7 +28,7 @@ METHODS = (
     (OURS, SHORT, FALLING_RATES),
     (SCALED, SHORT, FALLING_RATES),
 )
-# The first is expected to be lower: a clock that fits the run, the longer cooldown.
+# In each pair, "the first is lower" is judged.
 PAIRS = (
     ((SCALED, LONG), (OURS, LONG)),
     ((SCALED, SHORT), (OURS, SHORT)),

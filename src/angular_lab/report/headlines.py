@@ -96,12 +96,13 @@ def _distance(
 
 
 def outcomes(sweep: SweepResults, horizon: int) -> dict[str, Verdict]:
-    """Return the verdicts at a horizon by the name of the pair."""
+    """Return the verdicts at a horizon by the name of the pair, where both methods have it."""
     return {
         pair_name(sweep, quoted(a), quoted(b)): verdict(
             sweep.judged(a, horizon), sweep.judged(b, horizon)
         )
         for a, b in sweep.pairs
+        if sweep.reaches(a, horizon) and sweep.reaches(b, horizon)
     }
 
 
@@ -184,7 +185,7 @@ def judged_sentence(sweeps: Sequence[SweepResults]) -> str:
 
 
 def _at_the_end(sweep: SweepResults, a: str, b: str) -> Verdict:
-    last = sweep.horizons[-1]
+    last = sweep.last(a, b)
     return verdict(sweep.judged(a, last), sweep.judged(b, last))
 
 

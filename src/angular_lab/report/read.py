@@ -178,12 +178,17 @@ class SweepResults:
         trials = self.of_arm(arm)
         return not trials or any(horizon in trial.planned for trial in trials)
 
+    def last(self, *arms: str) -> int:
+        """Return the last horizon that all of these arms have."""
+        common = (h for h in self.horizons if all(self.reaches(arm, h) for arm in arms))
+        return max(common, default=self.horizons[-1])
+
     def first_losses(self, arm: str) -> dict[float, float]:
         """Return losses at the arm's last horizon by value: what the first seed chooses from."""
         losses: dict[float, float] = {}
         for trial in self.of_arm(arm):
             if trial.seed == self.seeds[0]:
-                end = trial.final(max(trial.planned, default=0))
+                end = trial.final(self.last(arm))
                 if end is not None or trial.diverged:
                     losses[trial.value] = inf if end is None else end[1]
         return losses

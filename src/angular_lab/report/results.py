@@ -111,7 +111,7 @@ def _paper_teaser(sweep: SweepResults, label: str) -> Row:
 
 def by_value_table(sweep: SweepResults) -> Table:
     """Return the losses that the first seed chose from."""
-    last, first = sweep.horizons[-1], sweep.seeds[0]
+    first, lasts = sweep.seeds[0], {sweep.last(label) for label in sweep.arms}
     theirs = PAPER_ROWS.get(sweep.experiment, {})
     labels = [label for label in sweep.arms if sweep.on_axis(label)]
     values = {m.value for label in labels for m in sweep.of_arm(label)}
@@ -120,23 +120,26 @@ def by_value_table(sweep: SweepResults) -> Table:
     for label in labels:
         trials = {m.value: m for m in sweep.of_arm(label) if m.seed == first}
         row: Row = {"method": label, **({"source": "ours"} if theirs else {})}
-        row |= {f"{v:.4g}": _value_cell(sweep, trials.get(v), last) for v in sorted(values)}
+        row |= {f"{v:.4g}": _value_cell(sweep, trials.get(v)) for v in sorted(values)}
         rows.append(row)
         if label in theirs:
             cells = {f"{v:.4g}": _paper_cell(v, theirs[label]) for v in sorted(values)}
             rows.append({"method": label, "source": Mark("the paper's", "paper"), **cells})
-    note = f"One seed ({first}), at {tokens_form(sweep.tokens(last))} tokens; the best value of a "
-    note += "method is bold, † marks a best at the edge of its grid."
+    at = " or ".join(tokens_form(sweep.tokens(last)) for last in sorted(lasts))
+    note = (
+        f"One seed ({first}), at {at} tokens; the best value of a method is bold, † marks a best "
+    )
+    note += "at the edge of its grid."
     note += f" {paper_note(sweep)}." if theirs else ""
     return Table(key_of(sweep, "loss-by-value"), f"Final loss by {sweep.axis}", rows, note)
 
 
-def _value_cell(sweep: SweepResults, trial: TrialResult | None, horizon: int) -> Mark | None:
+def _value_cell(sweep: SweepResults, trial: TrialResult | None) -> Mark | None:
     if trial is None:
         return None
     if trial.diverged:
         return Mark("diverged")
-    end, best = trial.final(horizon), sweep.best.get(trial.arm)
+    end, best = trial.final(sweep.last(trial.arm)), sweep.best.get(trial.arm)
     if end is None:
         return Mark("unfinished")
     is_best = best is not None and best.lr == trial.value
@@ -155,9 +158,9 @@ def _paper_cell(rate: float, losses: dict[float, float]) -> Mark | None:
 
 def training_table(sweep: SweepResults) -> Table | None:
     """Compare training and validation losses at the last horizon, at each method's best value."""
-    last = sweep.horizons[-1]
     rows: list[Row] = []
     for label in sweep.arms:
+        last = sweep.last(label)
         validation = sweep.shown(label, last)
         runs = {s: m.ends[last] for s, m in sweep.at_best(label).items() if s in validation}
         ends = {seed: final_training_loss(run) for seed, run in runs.items()}

@@ -206,7 +206,7 @@ def _losses(sweep: SweepResults, label: str) -> dict[int, dict[float, float]]:
     """Return final losses by seed and value."""
     losses: dict[int, dict[float, float]] = {}
     for trial in sweep.of_arm(label):
-        end = trial.final(sweep.horizons[-1])
+        end = trial.final(sweep.last(label))
         if end is not None:
             losses.setdefault(trial.seed, {})[trial.value] = end[1]
     return losses
@@ -343,8 +343,8 @@ def all_pairs_table(sweeps: Sequence[SweepResults], key: str) -> Table | None:
     """Compare methods over all sweeps at the last horizon, where two seeds or more judge."""
     rows: list[Row] = []
     for sweep in sweeps:
-        last = sweep.horizons[-1]
         for a, b in sweep.pairs:
+            last = sweep.last(a, b)
             if len(sweep.judged(a, last).keys() & sweep.judged(b, last).keys()) > 1:
                 row = _compare(sweep, a, b, last)
                 del row["reason"]

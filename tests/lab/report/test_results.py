@@ -11,6 +11,7 @@ import pytest
 
 from angular_lab.report.figures.plots import COLORS
 from angular_lab.report.figures.sweep_figures import colors, interpolate, prediction, sweep_figures
+from angular_lab.report.headlines import verdicts_sentence
 from angular_lab.report.read import collect, read_sweep
 from angular_lab.report.report import make_report
 from angular_lab.report.verdicts import constant_phase_ratio
@@ -302,3 +303,7 @@ def test_an_arm_with_horizons_of_its_own_chooses_at_its_last_one(tmp_path: Path)
     make_report([root], tmp_path / "report")
     (pair,) = table(tmp_path / "report", "lengths-pairs")
     assert pair["tokens"] == "100000.0", "no row for a horizon that neither method has"
+    by_value = {r["method"]: r for r in table(tmp_path / "report", "lengths-loss-by-value")}
+    assert (by_value["100 steps"]["0.02"], by_value["400 steps"]["0.01"]) == ("3.2", "2.8")
+    assert verdicts_sentence(sweep).startswith("No comparison"), "none at the last horizon"
+    assert sweep.last("100 steps", "400 steps") == 400, "none in common: the last of all"

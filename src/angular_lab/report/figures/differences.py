@@ -88,7 +88,7 @@ def closest_figure(sweeps: Sequence[SweepResults], key: str) -> Figure | None:
         judged = {
             f"{a} against {b}": row
             for a, b in sweep.pairs
-            if (row := _difference(sweep, a, b, sweep.horizons[-1])) is not None and row.interval
+            if (row := _difference(sweep, a, b, sweep.last(a, b))) is not None and row.interval
         }
         if judged:
             name, closest = min(judged.items(), key=lambda item: abs(item[1].mean))

@@ -265,12 +265,12 @@ def horizon_figure(sweep: SweepResults, paint: dict[str, int], ours: str = "") -
 
 
 def value_figure(sweep: SweepResults, paint: dict[str, int]) -> Figure | None:
-    last, first = sweep.horizons[-1], sweep.seeds[0]
+    first, lasts = sweep.seeds[0], {sweep.last(label) for label in sweep.arms}
     traces: list[Trace] = []
     labels = [label for label in sweep.arms if sweep.on_axis(label)]
     for label in labels:
         grid = sorted((m for m in sweep.of_arm(label) if m.seed == first), key=lambda m: m.value)
-        ends = [(m.value, end[1]) for m in grid if (end := m.final(last)) is not None]
+        ends = [(m.value, end[1]) for m in grid if (end := m.final(sweep.last(label))) is not None]
         diverged = [m.value for m in grid if m.diverged]
         if ends:
             best = sweep.best.get(label)
@@ -286,8 +286,9 @@ def value_figure(sweep: SweepResults, paint: dict[str, int]) -> Figure | None:
         return None
     axis = sweep.axis
     panel = Panel(traces, f"{axis} (log)", "final loss", log_x=True, x_ticks=values)
+    at = " or ".join(tokens_form(sweep.tokens(last)) for last in sorted(lasts))
     caption = (
-        f"Final loss at {tokens_form(sweep.tokens(last))} tokens against {axis}, one seed ({first})"
+        f"Final loss at {at} tokens against {axis}, one seed ({first})"
         "; a star marks each method's best. Edge: it lies at the end of its grid, so the optimum "
         "may lie outside."
     )
