@@ -9,7 +9,7 @@ from typing import Any
 
 from angular_lab.config.spec import ScheduleSpec
 from angular_lab.experiments.definition import OURS, Arm, Experiment, base, trained_by
-from angular_lab.experiments.one_pass import LINEAR, LONG, SHORT
+from angular_lab.experiments.one_pass import LINEAR, LONG, SCHEDULES, SHORT
 from angular_lab.experiments.published import KAPPA_1
 
 STEPS = (300, 1000)
@@ -49,8 +49,8 @@ def _arm(scale: str, method: str, schedule: str, rates: tuple[float, ...], steps
         KAPPA_1: {"decay_degree": 0.0},
     }
     kinds = {
-        SHORT: ScheduleSpec(warmup=WARMUP, decay=0.2),
-        LONG: ScheduleSpec(warmup=WARMUP, decay=0.5),
+        SHORT: ScheduleSpec(warmup=WARMUP, decay=SCHEDULES[SHORT]),
+        LONG: ScheduleSpec(warmup=WARMUP, decay=SCHEDULES[LONG]),
         LINEAR: ScheduleSpec(warmup=WARMUP, decay=1 - WARMUP / steps),
         COSINE: ScheduleSpec(warmup=WARMUP, kind="cosine"),
     }

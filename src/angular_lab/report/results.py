@@ -126,10 +126,8 @@ def by_value_table(sweep: SweepResults) -> Table:
             cells = {f"{v:.4g}": _paper_cell(v, theirs[label]) for v in sorted(values)}
             rows.append({"method": label, "source": Mark("the paper's", "paper"), **cells})
     at = " or ".join(tokens_form(sweep.tokens(last)) for last in sorted(lasts))
-    note = (
-        f"One seed ({first}), at {at} tokens; the best value of a method is bold, † marks a best "
-    )
-    note += "at the edge of its grid."
+    note = f"One seed ({first}), at {at} tokens; the best value of a method is bold, "
+    note += "† marks a best at the edge of its grid."
     note += f" {paper_note(sweep)}." if theirs else ""
     return Table(key_of(sweep, "loss-by-value"), f"Final loss by {sweep.axis}", rows, note)
 

@@ -89,8 +89,11 @@ def test_kappa_is_checked_only_where_it_alone_lowers_the_angle(data: Path, tmp_p
     for name in ("adamw", "muon"):
         spec = override(tiny(data), [f"optim.name={name}", "optim.lr=0.01"])
         assert not found(spec, tmp_path / "run", "schedule")
-    for setting in ("optim.decay_degree=0", "schedule.decay=0.5", "schedule.kind=cosine"):
+    settings = "optim.decay_degree=0", "schedule.decay=0.5", "schedule.kind=cosine"
+    for setting in (*settings, "schedule.decay_steps=2"):  # of a cooldown that was given in steps
         assert not found(override(tiny(data), [setting]), tmp_path / "run", "schedule")
+    (finding,) = found(override(tiny(data), ["schedule.decay=0"]), tmp_path / "run", "schedule")
+    assert "has none" in finding.text, "one warning for a cooldown that is missing"
 
 
 def test_the_disk_must_hold_all_checkpoints(

@@ -11,10 +11,10 @@ import pytest
 
 from angular_lab.report.figures.plots import COLORS
 from angular_lab.report.figures.sweep_figures import colors, interpolate, prediction, sweep_figures
-from angular_lab.report.headlines import verdicts_sentence
+from angular_lab.report.headlines import judged_sentence, verdicts_sentence
 from angular_lab.report.read import collect, read_sweep
 from angular_lab.report.report import make_report
-from angular_lab.report.verdicts import constant_phase_ratio
+from angular_lab.report.verdicts import all_pairs_table, constant_phase_ratio
 from angular_lab.run_folder import RUNS, read_run
 from angular_lab.sweeps.sweep_file import TrialRecord
 from tests.lab.report.made import (
@@ -287,7 +287,7 @@ def test_a_cooldown_whose_trunk_is_gone_keeps_its_own_log(tmp_path: Path) -> Non
 
 def test_an_arm_with_horizons_of_its_own_chooses_at_its_last_one(tmp_path: Path) -> None:
     """Its learning rate is not that of the sweep's last horizon, which it does not reach."""
-    short: Grid = {0.01: {0: {100: 3.3}, 1: {100: 3.4}}, 0.02: {0: {100: 3.2}, 1: {100: 3.1}}}
+    short: Grid = {0.01: {0: {100: 3.3}}, 0.02: {s: {100: 3.2 - s / 10} for s in (0, 1, 2)}}
     longer: Grid = {0.01: {0: {400: 2.8}, 1: {400: 2.9}}, 0.02: {0: {400: 2.9}, 1: {400: 2.95}}}
     methods = {"100 steps": (OURS, short), "other": (OURS, short), "400 steps": (OURS, longer)}
     root = write_sweep(tmp_path / "lengths", methods, pairs=(("100 steps", "other"),))
@@ -297,7 +297,7 @@ def test_an_arm_with_horizons_of_its_own_chooses_at_its_last_one(tmp_path: Path)
     assert {arm: best.lr for arm, best in sweep.best.items()} == {
         "100 steps": 0.02, "other": 0.02, "400 steps": 0.01,
     }  # fmt: skip
-    assert sweep.judged("100 steps", 100) == {1: 3.1}
+    assert sweep.judged("100 steps", 100) == {1: 3.1, 2: 3.0}
     assert sweep.judged("100 steps", 400) == {}
     assert sweep.judged("400 steps", 400) == {1: 2.9}
     make_report([root], tmp_path / "report")
@@ -306,4 +306,8 @@ def test_an_arm_with_horizons_of_its_own_chooses_at_its_last_one(tmp_path: Path)
     by_value = {r["method"]: r for r in table(tmp_path / "report", "lengths-loss-by-value")}
     assert (by_value["100 steps"]["0.02"], by_value["400 steps"]["0.01"]) == ("3.2", "2.8")
     assert verdicts_sentence(sweep).startswith("No comparison"), "none at the last horizon"
+    over_all = all_pairs_table([sweep], "all")
+    assert over_all is not None
+    assert len(over_all.rows) == 1
+    assert judged_sentence([sweep]).endswith("(2 seeds)")
     assert sweep.last("100 steps", "400 steps") == 400, "none in common: the last of all"
