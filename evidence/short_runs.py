@@ -59,9 +59,17 @@ def _rates(sweep: SweepResults) -> Facts:
     }
 
 
+def _lengths(sweep: SweepResults) -> list[int]:
+    """The numbers of steps that were run."""
+    return [steps for steps in STEPS if label(OURS, LONG, steps) in sweep.best]
+
+
 def _by_steps(sweep: SweepResults, a: tuple[str, str], b: tuple[str, str]) -> Facts:
     """Return how far the first is above the second, by the number of steps."""
-    results = {steps: _verdict(sweep, label(*a, steps), label(*b, steps), steps) for steps in STEPS}
+    results = {
+        steps: _verdict(sweep, label(*a, steps), label(*b, steps), steps)
+        for steps in _lengths(sweep)
+    }
     return {
         str(steps): {"mean": result.paired.mean, "outcome": word(result)}
         for steps, result in results.items()
@@ -76,6 +84,7 @@ def _verdict(sweep: SweepResults, a: str, b: str, steps: int) -> Verdict:
 def table(kept: Kept) -> Rows:
     """Return the mean losses of the seeds that judge, with the learning rates."""
     sweep = kept.sweeps["short-runs-nano"]
+    lengths = _lengths(sweep)
 
     def cell(method: str, schedule: str, steps: int) -> str:
         arm = label(method, schedule, steps)
@@ -84,7 +93,7 @@ def table(kept: Kept) -> Rows:
         return f"{loss:.4f} at {sweep.best[arm].lr:.2g}{edge}"
 
     rows = (
-        [schedule, KAPPAS.get(method, "1"), *(cell(method, schedule, steps) for steps in STEPS)]
+        [schedule, KAPPAS.get(method, "1"), *(cell(method, schedule, steps) for steps in lengths)]
         for method, schedule, _ in METHODS
     )
-    return [["schedule", "κ", *(f"{steps:,} steps" for steps in STEPS)], *rows]
+    return [["schedule", "κ", *(f"{steps:,} steps" for steps in lengths)], *rows]

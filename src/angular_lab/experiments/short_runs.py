@@ -1,7 +1,7 @@
 """Runs of few steps: how fast kappa should fall there, and which schedule to use. No torch here.
 
 A first try has hundreds of steps, and kappa's default clock is made for thousands: kappa may fall
-faster there, or the cooldown lowers the angle.
+faster there, or the cooldown lowers the angle. The longest runs are where kappa takes over.
 """
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ from angular_lab.experiments.definition import OURS, Arm, Experiment, base, trai
 from angular_lab.experiments.one_pass import LINEAR, LONG, SCHEDULES, SHORT
 from angular_lab.experiments.published import KAPPA_1
 
-STEPS = (300, 1000)
+STEPS = (300, 1000, 3000)
 WARMUP = 20  # steps: the least that the documentation advises for short runs
 VALIDATION = 2**18  # tokens: at scale nano all that are held out
 FALL = 5.0  # kappa's clock times the steps: as at the end of scale s, 5,493 steps at the default
