@@ -104,7 +104,7 @@ def tables(kept: Kept) -> dict[str, Rows]:
         | {
             "whole-corpus": whole.table(),
             "goals": whole.goals(),
-            "whole-corpus-changed": whole.changed_table(),
+            "whole-corpus-pairs": whole.pairs_table(),
             "advice": whole_corpus.advice(kept),
             "grids": whole_corpus.grids(kept),
             "trials": trials.table(kept),

@@ -139,16 +139,16 @@ class WholeCorpus:
         is tried on other methods is what helped this one."""
         return self.changed if arm.change and arm.method != OURS else self.ours
 
-    def verdict(self, arm: Arm) -> Verdict:
+    def verdict(self, arm: Arm, ours: Arm | None = None) -> Verdict:
         """Judge "AngularMuown is lower", each at its best schedule."""
-        return verdict(judging(self.reference(arm).losses), judging(arm.losses))
+        return verdict(judging((ours or self.reference(arm)).losses), judging(arm.losses))
 
-    def lead(self, arm: Arm) -> float:
+    def lead(self, arm: Arm, ours: Arm | None = None) -> float:
         """Return how far AngularMuown is below, on the common seeds that judge; without any, on
         the seed that chose."""
-        mean = self.verdict(arm).paired.mean
-        ours = self.reference(arm)
-        return arm.losses[CHOOSER] - ours.losses[CHOOSER] if mean is None else -mean
+        mean = self.verdict(arm, ours).paired.mean
+        below = ours or self.reference(arm)
+        return arm.losses[CHOOSER] - below.losses[CHOOSER] if mean is None else -mean
 
     def fewer_tokens(self, arm: Arm) -> float:
         """Return how many times fewer tokens AngularMuown needs for an arm's loss; below 1 if
@@ -172,43 +172,56 @@ class WholeCorpus:
         return {name: run.series("kappa")[1][-1] for name, run in runs.items()}
 
     def table(self) -> Rows:
-        head = ["method", "schedule, lr", "validation", "training", "seeds"]
-        head += ["lower by", "95% interval", "lower?", "fewer tokens"]
-        arms = sorted(self.best.values(), key=lambda arm: arm.shown(arm.losses))
-        return [head, *map(self._row, arms)]
-
-    def _row(self, arm: Arm) -> list[str]:
-        seeds = ", ".join(map(str, sorted(judging(arm.losses)) or [CHOOSER]))
-        rate = f"{arm.lr:.4g}{'' if arm.in_grid else ' †'}"
-        cells = [title(arm.name), f"{arm.schedule}, {rate}"]
-        cells += [f"{arm.shown(x):.4f}" for x in (arm.losses, arm.training)] + [seeds]
-        if arm is self.ours:
-            return [*cells, "", "", "", ""]
-        result, lead = self.verdict(arm), self.lead(arm)
-        ends = sorted(-end for end in result.interval or ())
-        interval = " to ".join(f"{end:.3f}" for end in ends) or "-"
-        label = result.label if arm.is_judged else "not judged"
-        if arm in self.variants and arm.is_judged:
-            own = verdict(judging(arm.losses), judging(self.ours.losses))
-            label = f"variant lower: {own.label}"
-        fewer = f"{self.fewer_tokens(arm):.2f}×" if lead > 0 else "not reached"
-        return [*cells, f"{lead:.3f}", interval, label, fewer]
-
-    def changed_table(self) -> Rows:
-        """Return the changed arms of other methods against AngularMuown as it is, and changed."""
+        """Return the losses of every method at its best schedule."""
         rows = []
-        for arm in (arm for arm in self.others if arm.change):
-            for ours in (self.ours, self.changed):
-                result = verdict(judging(ours.losses), judging(arm.losses))
-                if result.paired.mean is None:  # no common seed judges
-                    continue
-                leads = sorted(-end for end in result.interval or ())
-                interval = " to ".join(f"{lead:.3f}" for lead in leads) or "-"
-                factors = spelled(fewer_tokens_and_ends(self.curves[ours.name], result))
-                cells = [title(ours.name), title(arm.name), f"{-result.paired.mean:.3f}", interval]
-                rows.append([*cells, result.label, factors])
-        head = ["method", "against", "lower by", "95% interval", "lower?", "fewer tokens"]
-        return [head, *rows]
+        for arm in self._lowest_first():
+            seeds = ", ".join(map(str, sorted(judging(arm.losses)) or [CHOOSER]))
+            rate = f"{arm.lr:.4g}{'' if arm.in_grid else ' †'}"
+            losses = [f"{arm.shown(x):.4f}" for x in (arm.losses, arm.training)]
+            rows.append([title(arm.name), f"{arm.schedule}, {rate}", *losses, seeds])
+        return [["method", "schedule, lr", "validation", "training", "seeds"], *rows]
+
+    def _lowest_first(self) -> list[Arm]:
+        return sorted(self.best.values(), key=lambda arm: arm.shown(arm.losses))
+
+    def pairs(self) -> list[tuple[Arm, Arm]]:
+        """Return what is compared: AngularMuown as it is with every other method, changed with
+        those that are changed alike, and its variants with it."""
+        others = [arm for arm in self._lowest_first() if arm not in (self.ours, *self.variants)]
+        return [
+            *((self.ours, arm) for arm in others),
+            *((self.changed, arm) for arm in others if arm.change),
+            *((arm, self.ours) for arm in self.variants),
+        ]
+
+    def pairs_table(self) -> Rows:
+        head = ["AngularMuown", "against", "lower by", "95% interval", "seeds", "lower?"]
+        pairs = ((a, b) for a, b in self.pairs() if a.losses.keys() & b.losses.keys())
+        return [[*head, "fewer tokens"], *(self._pair(ours, other) for ours, other in pairs)]
+
+    def _pair(self, ours: Arm, other: Arm) -> list[str]:
+        result, lead = self.verdict(other, ours), self.lead(other, ours)
+        interval = " to ".join(
+            f"{end:.3f}" for end in sorted(-end for end in result.interval or ())
+        )
+        seeds = ", ".join(map(str, result.paired.seeds))
+        return [
+            title(ours.change) if ours.change else "as it is",
+            "AngularMuown as it is" if other is self.ours else title(other.name),
+            f"{lead:.3f}",
+            interval or "-",
+            seeds or str(CHOOSER),
+            result.label if seeds else "not judged",
+            self._fewer_tokens(ours, result, lead),
+        ]
+
+    def _fewer_tokens(self, ours: Arm, result: Verdict, lead: float) -> str:
+        curve = self.curves.get(ours.name)
+        if curve is None:
+            return "-"
+        judged = result.paired.mean is not None
+        factors = {"mean": fewer_tokens(curve, lead)}
+        return spelled(fewer_tokens_and_ends(curve, result) if judged else factors)
 
     def figure(self) -> str:
         rows = []

@@ -109,12 +109,16 @@ def _lower(run: Run) -> Run:
 
 def test_new_arms_seeds_and_verdicts_fill_in_by_themselves(kept: Kept) -> None:
     new = _with_new_runs(kept)
-    table = whole_corpus.WholeCorpus(new).table()
-    rows = {row[0]: row for row in table[1:]}
+    whole = whole_corpus.WholeCorpus(new)
+    rows = {row[0]: row for row in whole.table()[1:]}
     assert rows["AngularMuown, mixed momentum"][1] == "cooldown 50%, 0.025 †"
-    assert rows["AngularMuown, mixed momentum"][7:] == ["variant lower: holds", "not reached"]
     assert rows["NorMuon, decay 0.1"][4] == "1, 2, 3, 4, 5"
-    assert rows["NorMuon, decay 0.1"][7].startswith("holds")
+    pairs = {(row[0], row[1]): row[2:] for row in whole.pairs_table()[1:]}
+    variant = pairs["mixed momentum", "AngularMuown as it is"]
+    assert (variant[0], variant[3]) == ("0.050", "holds")
+    normuon = pairs["as it is", "NorMuon, decay 0.1"]
+    assert normuon[2] == "1, 2, 3, 4, 5"
+    assert normuon[3].startswith("holds")
     long = whole_corpus.pairs_of_schedules(new.sweeps["one-pass-long"])
     assert 5 in long.judged("angular_muown, cooldown 50%", long.horizons[0])
     *_, variant = whole_corpus.WholeCorpus(new).goals()
@@ -134,8 +138,8 @@ def test_a_changed_method_is_compared_with_angular_muown_changed_alike(kept: Kep
         assert whole.lead(arm) == pytest.approx(fmean(by_hand))
         expected = fewer_tokens(whole.curves[whole.changed.name], fmean(by_hand))
         assert whole.fewer_tokens(arm) == pytest.approx(expected)
-        rows = [row for row in whole.changed_table() if row[1] == title(arm.name)]
-        assert [row[0] for row in rows] == [title(x.name) for x in (whole.ours, whole.changed)]
+        rows = [row for row in whole.pairs_table() if row[1] == title(arm.name)]
+        assert [row[0] for row in rows] == ["as it is", title(LONGER)]
         assert rows[1][2] == f"{fmean(by_hand):.3f}"
     for arm in (whole.best["normuon, decay 0.1"], whole.changed):
         assert whole.reference(arm) is whole.ours, "a variant is compared with the method"
@@ -145,10 +149,25 @@ def test_a_changed_method_may_have_one_seed_or_none_that_judges(kept: Kept) -> N
     whole = whole_corpus.WholeCorpus(kept)
     arm = next(arm for arm in whole.others if arm.method == "adamw" and arm.change)
     whole.best[arm.name] = replace(arm, losses={1: arm.losses[1]})
-    rows = [row for row in whole.changed_table() if row[1] == title(arm.name)]
-    assert [row[3:5] for row in rows] == [["-", "inconclusive: one seed"]] * 2
+    rows = [row for row in whole.pairs_table() if row[1] == title(arm.name)]
+    assert [row[3:6] for row in rows] == [["-", "1", "inconclusive: one seed"]] * 2
     whole.best[arm.name] = replace(arm, losses={0: arm.losses[1]})
-    assert title(arm.name) not in [row[1] for row in whole.changed_table()]
+    rows = [row for row in whole.pairs_table() if row[1] == title(arm.name)]
+    assert [(row[0], *row[3:6]) for row in rows] == [("as it is", "-", "0", "not judged")]
+
+
+def test_every_method_is_compared_and_each_pair_once(kept: Kept) -> None:
+    """AngularMuown as it is with every other method; changed with those that are changed alike."""
+    whole = whole_corpus.WholeCorpus(kept)
+    pairs = [tuple(row[:2]) for row in whole.pairs_table()[1:]]
+    assert len(set(pairs)) == len(pairs)
+    names = {title(arm.name) for arm in whole.best.values()}
+    ours = {title(arm.name) for arm in (whole.ours, whole.changed)}
+    assert {against for which, against in pairs if which == "as it is"} == names - ours
+    changed = {title(arm.name) for arm in whole.others if arm.change}
+    assert {against for which, against in pairs if which == title(LONGER)} == changed | {
+        "AngularMuown as it is"
+    }
 
 
 def test_goals_show_a_method_with_and_without_the_change(kept: Kept) -> None:
