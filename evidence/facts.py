@@ -7,6 +7,7 @@ from typing import Any
 
 from evidence import (
     ablations,
+    advice,
     comparison,
     concurrent,
     finetune,
@@ -16,7 +17,6 @@ from evidence import (
     one_pass,
     ranks,
     repeated,
-    short_runs,
     speed,
     storage,
     trials,
@@ -38,7 +38,7 @@ SUBJECTS = (
     noise,
     repeated,
     finetune,
-    short_runs,
+    advice,
     storage,
     trials,
 )
@@ -108,7 +108,7 @@ def tables(kept: Kept) -> dict[str, Rows]:
             "advice": whole_corpus.advice(kept),
             "grids": whole_corpus.grids(kept),
             "trials": trials.table(kept),
-            "short-runs": short_runs.table(kept),
+            "short-runs": advice.short_runs_table(kept),
             "results": main.table(),
             "schedules-and-kappa": once.schedules_and_kappa(),
             "state-bytes": memory.table(),

@@ -5,7 +5,6 @@ own name. Its steps do not depend on its length: any run at a constant learning 
 settings will do if it has a checkpoint at every branch point that it has passed. No torch here.
 """
 
-from dataclasses import replace
 from pathlib import Path
 
 from angular_lab.config.spec import LENGTH, Spec
@@ -45,13 +44,9 @@ def can_serve(folder: Path, spec: Spec, data: str) -> bool:
 
 def same_trunk(info: RunInfo, spec: Spec, data: str) -> bool:
     """True if a run takes the steps of a trunk, whatever their lengths."""
-    identities = [
-        replace(s, optim=s.optim.with_all_rates()).identity(tokens)
-        for s, tokens in ((info.spec, info.data or data), (spec, data))
-    ]
     stored, wanted = (
         {key: value for key, value in identity.items() if key not in LENGTH}
-        for identity in identities
+        for identity in (info.spec.identity(info.data or data), spec.identity(data))
     )
     return stored == wanted
 

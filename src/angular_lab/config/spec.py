@@ -334,6 +334,10 @@ class Spec:
         it takes the same steps. Only a trunk's identity includes its pins: they are what other
         runs need it for.
         """
+        return self._effective().as_stated(data)
+
+    def as_stated(self, data: str) -> dict[str, Any]:
+        """The same by the settings as they were given."""
         schedule: dict[str, Any] = {"steps": self.steps, "kind": self.schedule.kind}
         if self.schedule.kind == "wsd":
             schedule["decay_steps"] = self.decay_steps
@@ -342,9 +346,10 @@ class Spec:
         settings = {key: get(self, key) for key in keys(self) if key not in IRRELEVANT}
         return settings | schedule | {"data": data}
 
-    def _without_idle_settings(self) -> "Spec":
-        """Return the spec with settings that change nothing at their defaults."""
-        o, part = self.optim, self.extrapolate
+    def _effective(self) -> "Spec":
+        """Return the spec with settings that change nothing at their defaults, and with every
+        learning rate."""
+        o, part = self.optim.with_all_rates(), self.extrapolate
         start = None if o.momentum_start == o.momentum else o.momentum_start
         values = {
             "aux_beta2": None if o.aux_beta2 == o.beta2 else o.aux_beta2,
@@ -361,12 +366,10 @@ class Spec:
         The digest leaves out settings at their defaults, so that a setting added later renames no
         existing run.
         """
-        usual = Spec().identity("")
-        effective = self._without_idle_settings()
-        spelled_out = replace(effective, optim=effective.optim.with_all_rates())
+        usual = Spec().as_stated("")
         content = {
             key: value
-            for key, value in spelled_out.identity(data).items()
+            for key, value in self.identity(data).items()
             if key not in usual or value != usual[key] or key in ("steps", "data")
         }
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]

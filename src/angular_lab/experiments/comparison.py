@@ -11,10 +11,10 @@ from angular_lab.data.shards import Manifest
 from angular_lab.errors import UserError
 from angular_lab.experiments import (
     ablations,
+    advice,
     extensions,
     one_pass,
     published,
-    short_runs,
     trials,
 )
 from angular_lab.experiments.definition import (
@@ -169,7 +169,8 @@ EXPERIMENTS: dict[str, Callable[[str], Experiment]] = {
     "one-pass-larger": one_pass.larger,
     "trials": trials.trials,
     "one-pass-closest": trials.closest,
-    "short-runs": short_runs.short_runs,
+    "short-runs": advice.short_runs,
+    "small-batches": advice.small_batches,
 }
 
 

@@ -12,7 +12,7 @@ from angular_lab.data.passes import describe_passes
 from angular_lab.data.shards import SPLITS
 from angular_lab.errors import UserError
 from angular_lab.experiments.cost import AT_MFU, DEVICES, device_hours, hours_form, model_size
-from angular_lab.experiments.definition import Arm
+from angular_lab.experiments.definition import Arm, Experiment
 from angular_lab.show import rate_here
 from angular_lab.sweeps.sweep import Sweep
 from angular_lab.sweeps.trials import PlannedRun, Trial
@@ -163,7 +163,7 @@ def _values(values: Sequence[float]) -> str:
 def notes(sweep: Sweep, works: Sequence[ArmWork], tflops: float | None = None) -> list[str]:
     """Return what to know about the table."""
     plan, left = sweep.experiment, total(work.left for work in works)
-    lines = [f"seeds      {_seeds(sweep)}", f"horizons   {_horizons(plan.horizons)}"]
+    lines = [f"seeds      {_seeds(sweep)}", f"horizons   {_horizons(plan)}"]
     if plan.trained_pairs:
         lines.append(f"compares   {_pairs(plan.trained_pairs)}")
     everything = total(work.all for work in works)
@@ -201,12 +201,14 @@ def _pairs(pairs: Sequence[tuple[str, str]]) -> str:
     return "; ".join(f"{a} with {', '.join(listed)}" for a, listed in others.items())
 
 
-def _horizons(horizons: Sequence[int]) -> str:
-    if len(horizons) == 1:
-        return counted(horizons[0], "step")
-    *before, last = map(str, horizons)
-    listed = f"{', '.join(before)} and {last}"
-    return f"{listed} steps, branching off one run at a constant learning rate"
+def _horizons(plan: Experiment) -> str:
+    if len(plan.horizons) == 1:
+        return counted(plan.horizons[0], "step")
+    *before, last = map(str, plan.horizons)
+    listed = f"{', '.join(before)} and {last} steps"
+    if all(len(plan.horizons_of(arm)) == 1 for arm in plan.trained_arms):
+        return f"{listed}, by method"
+    return f"{listed}, branching off one run at a constant learning rate"
 
 
 def _times(operations: float, tflops: float | None) -> list[str]:

@@ -69,10 +69,7 @@ class PlannedRun:
         """Digests leave defaults out, so that new settings rename nothing. The price: once a
         default changes, a run made under the old one has the digest of one under the new."""
         info = run.info
-        stored, wanted = (
-            replace(spec, optim=spec.optim.with_all_rates()).identity(data)
-            for spec, data in ((info.spec, info.data or self.data), (self.spec, self.data))
-        )
+        stored, wanted = info.spec.identity(info.data or self.data), self.spec.identity(self.data)
         for key, value in wanted.items():
             may_differ = self._is_trunk and key in LENGTH
             if stored.get(key) != value and not may_differ:

@@ -135,6 +135,20 @@ def test_a_trunk_ends_at_its_last_branch_point_and_cooldowns_at_their_horizons()
     assert "-trunk-" in trunk.folder_name("tokens")
 
 
+@pytest.mark.parametrize(
+    "spelled_out",
+    ["optim.aux_lr=0.02", "optim.radius_lr=0.02", "optim.aux_beta2=0.95",
+     "optim.momentum_start=0.95", "optim.momentum_ramp=7", "extrapolate.end=0.5"],
+)  # fmt: skip
+def test_runs_that_train_alike_are_one_run(spelled_out: str) -> None:
+    """Whoever compares runs agrees with the name of the folder."""
+    spec = named_run("nano")
+    other = override(spec, [spelled_out])
+    assert other != spec
+    assert other.identity("tokens") == spec.identity("tokens")
+    assert other.folder_name("tokens") == spec.folder_name("tokens")
+
+
 @pytest.mark.parametrize("share", [0.0, 1.0, 1.5, -0.1, float("nan")])
 def test_a_cooldown_takes_a_part_of_the_steps(share: float) -> None:
     with pytest.raises(UserError, match=r"a cooldown over .* of the steps: it must be between"):

@@ -132,12 +132,12 @@ def test_the_name_does_not_depend_on_settings_at_their_defaults(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A setting that the lab gets later has its default in all grids of today."""
-    name, identity = grid(LR).name, Spec.identity
+    name, as_stated = grid(LR).name, Spec.as_stated
 
     def with_later_setting(spec: Spec, data: str) -> dict[str, Any]:
-        return {**identity(spec, data), "later": 1}
+        return {**as_stated(spec, data), "later": 1}
 
-    monkeypatch.setattr(Spec, "identity", with_later_setting)
+    monkeypatch.setattr(Spec, "as_stated", with_later_setting)
     assert grid(LR).name == name
 
 

@@ -125,6 +125,19 @@ def test_only_some_methods_are_trained(
     assert "2 of 6 trials done" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "horizons"),
+    [
+        ("angles", "30 steps"),
+        ("teaser", "30, 60, 90 and 120 steps, branching off one run at a constant learning rate"),
+        ("short-runs", "300, 1000 and 3000 steps, by method"),
+    ],
+)
+def test_a_dry_run_says_where_runs_end(name: str, horizons: str, tmp_path: Path, capsys) -> None:
+    assert main(["sweep", name, "--out", str(tmp_path), "--dry-run", "--tflops", "1"]) == 0
+    assert f"\nhorizons   {horizons}\n" in capsys.readouterr().out
+
+
 def test_a_dry_run_lists_the_pairs_that_it_trains(tmp_path: Path, capsys) -> None:
     words = ["sweep", "trials", "--out", str(tmp_path), "--passes", "9", "--dry-run"]
     assert main(words) == 0

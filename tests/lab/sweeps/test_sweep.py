@@ -98,6 +98,21 @@ def test_a_straight_run_serves_as_a_cooldown(
     assert len(trained) == 3, "the trunk and the other cooldown are new"
 
 
+def test_a_run_with_a_default_spelled_out_serves_a_sweep(
+    data: Path, tmp_path: Path, trained: list[str]
+) -> None:
+    """It used to be refused: "made with optim.aux_beta2=0.95, and this sweep needs None"."""
+    plan = small(data, horizons=(4,), seeds=(0,))
+    arms = [
+        replace(arm, spec=replace(arm.spec, optim=replace(arm.spec.optim, aux_beta2=0.95)))
+        for arm in plan.arms
+    ]
+    sweep(replace(plan, name="spelled-out", arms=tuple(arms)), tmp_path)
+    made = [*trained]
+    sweep(plan, tmp_path)
+    assert trained == made
+
+
 def test_the_data_is_known_by_its_tokens_not_by_its_path(
     data: Path, tmp_path: Path, trained: list[str]
 ) -> None:

@@ -1,13 +1,21 @@
-"""The plan of runs of few steps."""
+"""The plans of the runs that advice rests on."""
 
 from dataclasses import replace
 
 import pytest
 
 from angular_lab.config.spec import Spec, get, keys
+from angular_lab.experiments.advice import (
+    BATCHES,
+    METHODS,
+    SETTINGS,
+    STEPS,
+    WARMUP,
+    batch_label,
+    label,
+)
 from angular_lab.experiments.comparison import experiment
 from angular_lab.experiments.definition import SCALES
-from angular_lab.experiments.short_runs import METHODS, STEPS, WARMUP, label
 from angular_lab.training.build import lr_factor
 
 
@@ -64,3 +72,38 @@ def test_every_method_is_judged_by_other_seeds_than_chose_its_learning_rate() ->
     assert {arm.label for arm in plan.arms} == labels
     assert all(a.rpartition(", ")[2] == b.rpartition(", ")[2] for a, b in plan.pairs), "one length"
     assert {name for pair in plan.pairs for name in pair} == labels
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_arms_of_small_batches_differ_in_batch_length_and_settings(scale: str) -> None:
+    """A larger batch is taken in parts of the smallest, so that all runs share a compiled model."""
+    plan = experiment("small-batches", scale)
+    arms = {arm.label: arm for arm in plan.arms}
+    smallest, *larger = BATCHES[scale]
+    usual = arms[batch_label(smallest, 1000, "beta2 0.95")]
+    expected = {
+        batch_label(batch, steps, name): (batch, steps, changes)
+        for batch, steps, names in (
+            (smallest, 1000, SETTINGS),
+            (smallest, 4000, SETTINGS),
+            *((batch, 1000, ("beta2 0.95", "beta2 0.99")) for batch in larger),
+        )
+        for name, changes in SETTINGS.items()
+        if name in names
+    }
+    assert arms.keys() == expected.keys()
+    for name, (batch, steps, changes) in expected.items():
+        spec = arms[name].spec
+        optim = replace(usual.spec.optim, **changes)
+        assert spec == replace(usual.spec, batch=batch, eval_every=steps, optim=optim)
+        assert arms[name].horizons == (steps,)
+        assert spec.batch % (spec.micro_batch or spec.batch) == 0
+
+
+def test_settings_for_small_batches_are_judged_at_one_batch_and_length() -> None:
+    plan = experiment("small-batches", "nano")
+    for changed, usual in plan.pairs:
+        cell, _, name = changed.partition(" steps, ")
+        assert usual == f"{cell} steps, beta2 0.95"
+        assert name != "beta2 0.95"
+    assert len(plan.pairs) == len(plan.arms) - len({x for _, x in plan.pairs})

@@ -1,10 +1,10 @@
-"""Runs of few steps, on a CPU: the clock of kappa, and schedules."""
+"""Runs on a CPU that the advice on settings rests on: few steps, and small batches."""
 
 from statistics import fmean
 
+from angular_lab.experiments.advice import COSINE, FALL, METHODS, PAIRS, SCALED, STEPS, label
 from angular_lab.experiments.one_pass import LINEAR, LONG, SHORT
 from angular_lab.experiments.published import KAPPA_1
-from angular_lab.experiments.short_runs import COSINE, FALL, METHODS, PAIRS, SCALED, STEPS, label
 from angular_lab.experiments.statistics import LEAST, Verdict, verdict
 from angular_lab.report.read import SweepResults
 from evidence.kept import OURS, Kept, Rows
@@ -81,7 +81,7 @@ def _verdict(sweep: SweepResults, a: str, b: str, steps: int) -> Verdict:
     return verdict(sweep.judged(a, steps), sweep.judged(b, steps))
 
 
-def table(kept: Kept) -> Rows:
+def short_runs_table(kept: Kept) -> Rows:
     """Return the mean losses of the seeds that judge, with the learning rates."""
     sweep = kept.sweeps["short-runs-nano"]
     lengths = _lengths(sweep)

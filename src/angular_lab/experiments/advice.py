@@ -1,0 +1,126 @@
+"""What the advice on settings rests on: runs of few steps, and small batches. No torch here.
+
+Both are made for a tiny model on a CPU, where enough seeds are affordable.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from angular_lab.config.spec import ScheduleSpec, Spec
+from angular_lab.experiments.definition import OURS, Arm, Experiment, base, trained_by
+from angular_lab.experiments.one_pass import LINEAR, LONG, SCHEDULES, SHORT
+from angular_lab.experiments.published import KAPPA_1
+from angular_lab.experiments.trials import MEMORY, RAMP
+
+SEEDS = (0, 1, 2, 3, 4)  # the first chooses learning rates, the others judge
+WARMUP = 20  # steps: the least that the documentation advises for short runs
+# Where the learning rate or kappa stays higher for longer, the best learning rate is lower.
+FALLING_RATES, FLAT_RATES = (1.6e-2, 2.5e-2, 4e-2), (1e-2, 1.6e-2, 2.5e-2)
+
+# -- few steps: how fast kappa should fall there, and which schedule to use ------------------------
+
+# A first try has hundreds of steps, and kappa's default clock is made for thousands: kappa may fall
+# faster there, or the cooldown lowers the angle. The longest runs are where kappa takes over.
+STEPS = (300, 1000, 3000)
+VALIDATION = 2**18  # tokens: at scale nano all that are held out
+FALL = 5.0  # kappa's clock times the steps: as at the end of scale s, 5,493 steps at the default
+SCALED, COSINE = f"{OURS}, c = {FALL:g} / steps", "cosine"
+METHODS = (
+    (OURS, LONG, FALLING_RATES),
+    (SCALED, LONG, FALLING_RATES),
+    (KAPPA_1, LONG, FLAT_RATES),
+    (KAPPA_1, LINEAR, FLAT_RATES),
+    (KAPPA_1, COSINE, FLAT_RATES),
+    (OURS, SHORT, FALLING_RATES),
+    (SCALED, SHORT, FALLING_RATES),
+)
+# In each pair, "the first is lower" is judged.
+PAIRS = (
+    ((SCALED, LONG), (OURS, LONG)),
+    ((SCALED, SHORT), (OURS, SHORT)),
+    ((OURS, LONG), (OURS, SHORT)),
+    ((OURS, LONG), (KAPPA_1, LONG)),
+    ((OURS, LONG), (KAPPA_1, LINEAR)),
+    ((KAPPA_1, COSINE), (KAPPA_1, LINEAR)),
+)
+
+
+def label(method: str, schedule: str, steps: int) -> str:
+    return f"{method}, {schedule}, {steps} steps"
+
+
+def _arm(scale: str, method: str, schedule: str, rates: tuple[float, ...], steps: int) -> Arm:
+    changes: dict[str, dict[str, Any]] = {
+        SCALED: {"decay_scale": FALL / steps},
+        KAPPA_1: {"decay_degree": 0.0},
+    }
+    kinds = {
+        SHORT: ScheduleSpec(warmup=WARMUP, decay=SCHEDULES[SHORT]),
+        LONG: ScheduleSpec(warmup=WARMUP, decay=SCHEDULES[LONG]),
+        LINEAR: ScheduleSpec(warmup=WARMUP, decay=1 - WARMUP / steps),
+        COSINE: ScheduleSpec(warmup=WARMUP, kind="cosine"),
+    }
+    spec = _evaluated_once(scale, STEPS[-1], VALIDATION, **changes.get(method, {}))
+    spec = replace(spec, schedule=kinds[schedule])
+    return Arm(label(method, schedule, steps), spec, rates, horizons=(steps,))
+
+
+def _evaluated_once(scale: str, steps: int, tokens: int, **changes: Any) -> Spec:
+    """Return the spec of runs of at most so many steps, evaluated at the end only."""
+    spec = trained_by(base(scale), OURS, **changes)
+    return replace(spec, save_every=None, angle_every=100, eval_every=steps, eval_tokens=tokens)
+
+
+def short_runs(scale: str) -> Experiment:
+    """Every length has its own learning rates."""
+    arms = tuple(_arm(scale, *method, steps) for steps in STEPS for method in METHODS)
+    pairs = tuple((label(*a, steps), label(*b, steps)) for steps in STEPS for a, b in PAIRS)
+    title = "Runs of few steps: the clock of kappa, and schedules"
+    return Experiment("short-runs", scale, title, arms, STEPS, SEEDS, None, pairs)
+
+
+# -- small batches: for which batches and lengths the settings for small batches help -------------
+
+# Sequences per step: the scale's own batch, four and sixteen times that.
+BATCHES = {"nano": (16, 64, 256), "s": (32, 128, 512), "paper": (512, 2048, 8192)}
+SETTINGS: dict[str, dict[str, Any]] = {  # by name, the usual ones first
+    "beta2 0.95": {},
+    "ramp": RAMP,
+    "beta2 0.99": MEMORY,
+    "beta2 0.99, ramp": MEMORY | RAMP,
+}
+HELD_OUT = 2**19  # tokens of a corpus with thousands of vocabulary entries
+SMALL_BATCH_RATES = (1.25e-2, 2.5e-2, 5e-2)
+
+
+def small_batches(scale: str) -> Experiment:
+    """The smallest batch at two lengths with all settings; larger ones only with and without the
+    longer memory. Every arm has its own learning rates."""
+    smallest, *larger = BATCHES[scale]
+    cells = [(smallest, steps, [*SETTINGS]) for steps in (1000, 4000)]
+    cells += [(batch, 1000, ["beta2 0.95", "beta2 0.99"]) for batch in larger]
+    arms, pairs = [], []
+    for batch, steps, names in cells:
+        own = [_with_batch(scale, batch, steps, name) for name in names]
+        arms += own
+        pairs += [(arm.label, own[0].label) for arm in own[1:]]
+    title = "Small batches: beta2 of embeddings, head and norms, and a momentum ramp"
+    horizons = tuple(dict.fromkeys(steps for _, steps, _ in cells))
+    return Experiment(
+        "small-batches", scale, title, tuple(arms), horizons, SEEDS, None, tuple(pairs)
+    )
+
+
+def batch_label(batch: int, steps: int, name: str) -> str:
+    return f"batch {batch}, {steps} steps, {name}"
+
+
+def _with_batch(scale: str, batch: int, steps: int, name: str) -> Arm:
+    spec = _evaluated_once(scale, steps, HELD_OUT, **SETTINGS[name])
+    schedule = ScheduleSpec(warmup=WARMUP, decay=SCHEDULES[LONG])
+    micro = min(BATCHES[scale][0], spec.micro_batch or batch)
+    # Float32 logits of thousands of entries would take most of a step's time.
+    spec = replace(
+        spec, schedule=schedule, batch=batch, micro_batch=micro, precision="bf16", compile=True
+    )
+    return Arm(batch_label(batch, steps, name), spec, SMALL_BATCH_RATES, horizons=(steps,))
