@@ -83,22 +83,27 @@ def short_runs(scale: str) -> Experiment:
 
 # Sequences per step: the scale's own batch, four and sixteen times that.
 BATCHES = {"nano": (16, 64, 256), "s": (32, 128, 512), "paper": (512, 2048, 8192)}
-SETTINGS: dict[str, dict[str, Any]] = {  # by name, the usual ones first
-    "beta2 0.95": {},
+USUAL, BOTH = "beta2 0.95", "beta2 0.99, ramp"
+SETTINGS: dict[str, dict[str, Any]] = {
+    USUAL: {},
     "ramp": RAMP,
     "beta2 0.99": MEMORY,
-    "beta2 0.99, ramp": MEMORY | RAMP,
+    BOTH: MEMORY | RAMP,
 }
 HELD_OUT = 2**19  # tokens of a corpus with thousands of vocabulary entries
 SMALL_BATCH_RATES = (1.25e-2, 2.5e-2, 5e-2)
 
 
 def small_batches(scale: str) -> Experiment:
-    """The smallest batch at two lengths with all settings; larger ones only with and without the
-    longer memory. Every arm has its own learning rates."""
-    smallest, *larger = BATCHES[scale]
-    cells = [(smallest, steps, [*SETTINGS]) for steps in (1000, 4000)]
-    cells += [(batch, 1000, ["beta2 0.95", "beta2 0.99"]) for batch in larger]
+    """The smallest batch at two lengths with all settings, larger ones with fewer: their runs are
+    long. Every arm has its own learning rates."""
+    smallest, larger, largest = BATCHES[scale]
+    cells = [
+        (smallest, 1000, [*SETTINGS]),
+        (smallest, 4000, [*SETTINGS]),
+        (larger, 1000, [USUAL, "beta2 0.99", BOTH]),
+        (largest, 1000, [USUAL, BOTH]),
+    ]
     arms, pairs = [], []
     for batch, steps, names in cells:
         own = [_with_batch(scale, batch, steps, name) for name in names]

@@ -7,9 +7,11 @@ import pytest
 from angular_lab.config.spec import Spec, get, keys
 from angular_lab.experiments.advice import (
     BATCHES,
+    BOTH,
     METHODS,
     SETTINGS,
     STEPS,
+    USUAL,
     WARMUP,
     batch_label,
     label,
@@ -79,14 +81,15 @@ def test_arms_of_small_batches_differ_in_batch_length_and_settings(scale: str) -
     """A larger batch is taken in parts of the smallest, so that all runs share a compiled model."""
     plan = experiment("small-batches", scale)
     arms = {arm.label: arm for arm in plan.arms}
-    smallest, *larger = BATCHES[scale]
-    usual = arms[batch_label(smallest, 1000, "beta2 0.95")]
+    smallest, larger, largest = BATCHES[scale]
+    usual = arms[batch_label(smallest, 1000, USUAL)]
     expected = {
         batch_label(batch, steps, name): (batch, steps, changes)
         for batch, steps, names in (
             (smallest, 1000, SETTINGS),
             (smallest, 4000, SETTINGS),
-            *((batch, 1000, ("beta2 0.95", "beta2 0.99")) for batch in larger),
+            (larger, 1000, SETTINGS.keys() - {"ramp"}),
+            (largest, 1000, {USUAL, BOTH}),
         )
         for name, changes in SETTINGS.items()
         if name in names
@@ -104,6 +107,6 @@ def test_settings_for_small_batches_are_judged_at_one_batch_and_length() -> None
     plan = experiment("small-batches", "nano")
     for changed, usual in plan.pairs:
         cell, _, name = changed.partition(" steps, ")
-        assert usual == f"{cell} steps, beta2 0.95"
-        assert name != "beta2 0.95"
+        assert usual == f"{cell} steps, {USUAL}"
+        assert name != USUAL
     assert len(plan.pairs) == len(plan.arms) - len({x for _, x in plan.pairs})
