@@ -100,8 +100,7 @@ def facts(kept: Kept) -> Facts:
 
 
 def _tokens(sweep: SweepResults) -> float:
-    tokens = sweep.tokens(sweep.horizons[0])
-    assert tokens is not None
+    [tokens] = sweep.tokens(sweep.horizons[0])
     return tokens
 
 

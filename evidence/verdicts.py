@@ -37,7 +37,7 @@ def pairs(sweep: SweepResults) -> Rows:
             continue
         interval = f"{ends[0]:+.4f} to {ends[1]:+.4f}" if ends else "-"
         cells = [f"{paired.mean:+.4f}", interval, ", ".join(map(str, paired.seeds))]
-        tokens = tokens_form(sweep.tokens(horizon))
+        tokens = tokens_form(*sweep.tokens(horizon, a, b))
         at_edge = [title(arm) for arm in (a, b) if sweep.at_edge(arm)]
         label = f"{result.label}, edge: {', '.join(at_edge)}" if at_edge else result.label
         rows.append([title(a), title(b), tokens, *cells, label, result.to_settle or "-"])

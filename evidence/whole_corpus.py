@@ -73,7 +73,7 @@ class WholeCorpus:
     def __init__(self, kept: Kept) -> None:
         self.sweep = kept.sweeps["one-pass-long"]
         [self.horizon] = self.sweep.horizons
-        self.tokens = self.sweep.tokens(self.horizon) or 0.0
+        [self.tokens] = self.sweep.tokens(self.horizon)
         self.arms: dict[tuple[str, str], Arm] = {}  # by name and schedule
         others = [s for s in kept.sweeps.values() if s is not self.sweep and self._is_of_it(s)]
         for sweep in (self.sweep, *others):

@@ -69,7 +69,7 @@ def ends_table(sweep: SweepResults) -> Table | None:
         {"method": label, **{name: column[label] for name, column in cells.items()}}
         for label in sweep.arms
     ]
-    tokens = tokens_form(sweep.tokens(last))
+    tokens = tokens_form(*sweep.tokens(last))
     title = f"Final loss of the weights and of their averages, at {tokens} tokens"
     note = (
         "After the cooldown. An average's window is in steps or, below 1, a share of the steps; n: "

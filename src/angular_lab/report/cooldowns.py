@@ -64,8 +64,8 @@ def _losses_table(sweep: SweepResults, view: SweepResults) -> Table:
         row[f"best {axis} with {share}"] = _best_cell(view, arm)
         rows.append(row)
     note = (
-        f"Mean validation loss at {tokens_form(sweep.tokens(last))} tokens after two cooldowns off "
-        "the same trunk, and their difference seed by seed (negative: the usual one is worse). "
+        f"Mean validation loss at {tokens_form(*sweep.tokens(last))} tokens after two cooldowns "
+        "off the same trunk, and their difference seed by seed (negative: the usual one is worse). "
         f"Both are at the {axis} that the usual one chose. The last column is what the other one "
         f"would have chosen on seed {sweep.seeds[0]}: where that differs, the method could do "
         f"better with it than shown. {judges_note(sweep)}n: number of seeds; † marks a best at "

@@ -47,10 +47,9 @@ def ranking(sweep: SweepResults) -> dict[str, dict[int, float]]:
 
     If two methods or more have judging seeds, the others are not ranked.
     """
-    last = sweep.horizons[-1]
-    judged = {arm: losses for arm in sweep.arms if (losses := sweep.judged(arm, last))}
+    judged = {arm: x for arm in sweep.arms if (x := sweep.judged(arm, sweep.last(arm)))}
     if len(judged) < 2:
-        judged = {arm: losses for arm in sweep.arms if (losses := sweep.shown(arm, last))}
+        judged = {arm: x for arm in sweep.arms if (x := sweep.shown(arm, sweep.last(arm)))}
     return {arm: judged[arm] for arm in sorted(judged, key=lambda x: fmean(judged[x].values()))}
 
 
@@ -58,7 +57,10 @@ def best_sentence(sweep: SweepResults) -> str:
     losses = ranking(sweep)
     if not losses:
         return "No run is finished yet, so there is nothing to compare."
-    at = f"at {tokens_form(sweep.tokens(sweep.horizons[-1]))} tokens"
+    ends = {arm: tokens_form(*sweep.tokens(sweep.last(arm), arm)) for arm in losses}
+    if len({*ends.values()}) > 1:
+        return _lowest_by_tokens(losses, ends)
+    at = f"at {ends[next(iter(ends))]} tokens"
     if not sweep.pairs:
         means = [f"{fmean(x.values()):.4f} ({quoted(arm)})" for arm, x in losses.items()]
         return f"The losses {at} are {listed(means)}."
@@ -69,6 +71,18 @@ def best_sentence(sweep: SweepResults) -> str:
     if not others:
         return f"{text}; no other method has a finished run yet."
     return f"{text}, {_distance(sweep, losses, best, others[0])}."
+
+
+def _lowest_by_tokens(losses: Mapping[str, dict[int, float]], ends: Mapping[str, str]) -> str:
+    """Return the lowest loss of the methods that end at the same number of tokens."""
+    lowest: dict[str, str] = {}
+    for arm, by_seed in losses.items():
+        loss = f"{fmean(by_seed.values()):.4f} at {ends[arm]} ({quoted(arm)})"
+        lowest.setdefault(ends[arm], loss)
+    return (
+        "Methods end at different numbers of tokens, where losses do not compare. The lowest are "
+        f"{listed([*lowest.values()])}."
+    )
 
 
 def _distance(
@@ -95,22 +109,18 @@ def _distance(
 # -- what is settled ---------------------------------------------------------------------------
 
 
-def outcomes(sweep: SweepResults, horizon: int) -> dict[str, Verdict]:
-    """Return the verdicts at a horizon by the name of the pair, where both methods have it."""
+def outcomes(sweep: SweepResults) -> dict[str, Verdict]:
+    """Return the verdicts by the name of the pair, each at the last horizon of both methods."""
     return {
-        pair_name(sweep, quoted(a), quoted(b)): verdict(
-            sweep.judged(a, horizon), sweep.judged(b, horizon)
-        )
-        for a, b in sweep.pairs
-        if sweep.reaches(a, horizon) and sweep.reaches(b, horizon)
+        pair_name(sweep, quoted(a), quoted(b)): _at_the_end(sweep, a, b) for a, b in sweep.pairs
     }
 
 
 def verdicts_sentence(sweep: SweepResults) -> str:
-    last = sweep.horizons[-1]
-    every = outcomes(sweep, last)
+    every = outcomes(sweep)
     found = {name: result for name, result in every.items() if result.paired.seeds}
-    at = f"at {tokens_form(sweep.tokens(last))} tokens"
+    ends = {tokens for a, b in sweep.pairs for tokens in sweep.tokens(sweep.last(a, b), a, b)}
+    at = f"at {tokens_form(*sorted(ends))} tokens"
     if not found:
         return f"No comparison {at} has a seed that judges it yet."
     if len(every) == 1:
@@ -148,7 +158,13 @@ def _progress(result: Verdict) -> str:
 
 
 def _earlier(sweep: SweepResults) -> str:
-    verdicts = [v for h in sweep.horizons[:-1] for v in outcomes(sweep, h).values()]
+    """Return what is settled at earlier horizons of pairs that have several."""
+    verdicts = [
+        verdict(sweep.judged(a, horizon), sweep.judged(b, horizon))
+        for a, b in sweep.pairs
+        for horizon in sweep.horizons
+        if horizon < sweep.last(a, b) and sweep.reaches(a, horizon) and sweep.reaches(b, horizon)
+    ]
     if not verdicts:
         return ""
     if len(verdicts) == 1:
@@ -210,8 +226,7 @@ def limits_sentence(sweep: SweepResults) -> str:
 
 
 def _seeds(sweep: SweepResults) -> str:
-    last = sweep.horizons[-1]
-    judges = sorted({seed for arm in sweep.arms for seed in sweep.judged(arm, last)})
+    judges = sorted({s for arm in sweep.arms for s in sweep.judged(arm, sweep.last(arm))})
     if not judges:
         return f"no judging seed is finished: only seed {sweep.choosing_seed} has losses"
     names = listed([*map(str, judges)], most=len(judges))

@@ -207,10 +207,20 @@ class SweepResults:
         """Return the losses that count; before there are any, those of the seed that chose."""
         return self.judged(arm, horizon) or self.finals(arm, horizon)
 
-    def tokens(self, horizon: int) -> float | None:
-        """Return the tokens at a horizon, by the runs' settings."""
-        ends = (t.ends[horizon] for t in self.trials if horizon in t.ends)
-        return next((float(r.spec.steps * r.spec.tokens_per_step) for r in ends), None)
+    def tokens(self, horizon: int, *arms: str) -> list[float]:
+        """Return the tokens at a horizon of these arms or of all, by the settings of their runs at
+        the best value: one number unless batches differ, none before there is a run."""
+        trials = (
+            trial
+            for arm in arms or self.arms
+            for trial in [*self.at_best(arm).values()] or self.of_arm(arm)
+        )
+        specs = (trial.ends[horizon].spec for trial in trials if horizon in trial.ends)
+        return sorted({float(spec.steps * spec.tokens_per_step) for spec in specs})
+
+    def final_tokens(self) -> list[float]:
+        """Return the tokens at which arms end, each at its own last horizon."""
+        return sorted({x for arm in self.arms for x in self.tokens(self.last(arm), arm)})
 
     def settings(self, arm: str) -> Spec | None:
         """Return the settings of the arm's runs at its best value; None before there is a run."""

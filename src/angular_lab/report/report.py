@@ -151,7 +151,9 @@ def _plan(sweep: SweepResults) -> str:
     *before, last = map(str, sweep.seeds)
     seeds = f"seeds {', '.join(before)} and {last}" if before else f"one seed ({last})"
     count = len(sweep.horizons)
-    ends = f"{count} cooldowns off one trunk, at step" if count > 1 else "one horizon, step"
+    ends = f"{count} horizons, step" if count > 1 else "one horizon, step"
+    if any(len(trial.planned) > 1 for trial in sweep.trials):
+        ends = f"{count} cooldowns off one trunk, at step"
     horizons = ", ".join(f"{h:,}" for h in sweep.horizons)
     shares = " and ".join(variant_shares(sweep))
     more = f", and one over {shares} of the steps to the last" if shares else ""

@@ -3,6 +3,7 @@
 Where the paper has a number for the same thing, it stands next to ours.
 """
 
+from math import inf
 from statistics import fmean
 
 from angular_lab.experiments import published as paper
@@ -64,28 +65,32 @@ def added_note(sweep: SweepResults) -> str:
 
 
 def mean_cells(sweep: SweepResults, horizon: int) -> dict[str, Mark | None]:
-    """Return every method's mean loss and number of seeds; the lowest is marked if they compete."""
+    """Return every method's mean loss and number of seeds; if methods compete, the lowest of those
+    with the same tokens is marked."""
     losses = {label: list(sweep.shown(label, horizon).values()) for label in sweep.arms}
     means = {label: fmean(values) for label, values in losses.items() if values}
-    lowest = min(means.values(), default=None) if sweep.pairs else None
-    return {
-        label: loss(means[label], "best" * (means[label] == lowest), f" (n={len(losses[label])})")
-        if label in means
-        else None
-        for label in sweep.arms
-    }
+    tokens = {label: tuple(sweep.tokens(horizon, label)) for label in means}
+    lowest = {at: min(x for y, x in means.items() if tokens[y] == at) for at in tokens.values()}
+
+    def cell(label: str) -> Mark | None:
+        is_best = bool(sweep.pairs) and means[label] == lowest[tokens[label]]
+        return loss(means[label], "best" * is_best, f" (n={len(losses[label])})")
+
+    return {label: cell(label) if label in means else None for label in sweep.arms}
 
 
 def finals_table(sweep: SweepResults) -> Table:
     rows: list[Row] = []
     cells = {h: mean_cells(sweep, h) for h in sweep.horizons}
+    columns = horizon_columns(sweep, "at {}")
     for label in sweep.arms:
         best = sweep.best.get(label) if sweep.on_axis(label) else None
         edge = " edge" if sweep.at_edge(label) else ""
         cell = Mark(best.lr, edge.strip(), f"{best.lr:.4g}{edge}") if best else None
-        row: Row = {"method": label, f"best {sweep.axis}": cell}
+        row: Row = {"method": label, f"best {sweep.axis}": cell, **dict.fromkeys(columns.values())}
         for horizon in sweep.horizons:
-            row[f"at {tokens_form(sweep.tokens(horizon))}"] = cells[horizon][label]
+            if cells[horizon][label]:
+                row[columns[horizon, label]] = cells[horizon][label]
         seeds = {seed for h in sweep.horizons for seed in sweep.shown(label, h)}
         row["seeds"] = seeds_form(sorted(seeds))
         rows.append(row | _paper_teaser(sweep, label))
@@ -97,6 +102,19 @@ def finals_table(sweep: SweepResults) -> Table:
     note += f"{paper_note(sweep)}." if sweep.experiment == "teaser" else ""
     title = "Final loss by method and horizon"
     return Table(key_of(sweep, "final-loss"), title, rows, note.strip())
+
+
+def horizon_columns(sweep: SweepResults, form: str) -> dict[tuple[int, str], str]:
+    """Return the column of every method at every horizon that it has: methods share one if they
+    have the same tokens there."""
+    tokens = {
+        (horizon, label): sweep.tokens(horizon, label) or sweep.tokens(horizon)
+        for horizon in sweep.horizons
+        for label in sweep.arms
+        if sweep.reaches(label, horizon)
+    }
+    in_order = sorted(tokens, key=lambda place: tokens[place] or [inf])
+    return {place: form.format(tokens_form(*tokens[place])) for place in in_order}
 
 
 def _paper_teaser(sweep: SweepResults, label: str) -> Row:
@@ -111,7 +129,7 @@ def _paper_teaser(sweep: SweepResults, label: str) -> Row:
 
 def by_value_table(sweep: SweepResults) -> Table:
     """Return the losses that the first seed chose from."""
-    first, lasts = sweep.seeds[0], {sweep.last(label) for label in sweep.arms}
+    first = sweep.seeds[0]
     theirs = PAPER_ROWS.get(sweep.experiment, {})
     labels = [label for label in sweep.arms if sweep.on_axis(label)]
     values = {m.value for label in labels for m in sweep.of_arm(label)}
@@ -125,7 +143,7 @@ def by_value_table(sweep: SweepResults) -> Table:
         if label in theirs:
             cells = {f"{v:.4g}": _paper_cell(v, theirs[label]) for v in sorted(values)}
             rows.append({"method": label, "source": Mark("the paper's", "paper"), **cells})
-    at = " or ".join(tokens_form(sweep.tokens(last)) for last in sorted(lasts))
+    at = tokens_form(*sweep.final_tokens())
     note = f"One seed ({first}), at {at} tokens; the best value of a method is bold, "
     note += "† marks a best at the edge of its grid."
     note += f" {paper_note(sweep)}." if theirs else ""
@@ -180,7 +198,7 @@ def training_table(sweep: SweepResults) -> Table | None:
         return None
     note = (
         f"Mean of the last {LAST} training losses that a run logged, and its validation loss, at "
-        f"{tokens_form(sweep.tokens(last))} tokens. {judges_note(sweep)}"
+        f"{tokens_form(*sweep.final_tokens())} tokens. {judges_note(sweep)}"
     )
     return Table(key_of(sweep, "training"), "Training loss", rows, note.strip())
 
@@ -300,7 +318,9 @@ def speedrun_table(sweep: SweepResults) -> Table:
 def runs_table(sweep: SweepResults) -> Table:
     """Return every trial behind the numbers."""
     rows: list[Row] = []
+    columns = dict.fromkeys(horizon_columns(sweep, "{} tokens").values())
     for trial in (*sweep.trials, *sweep.variants):
+        ends = [end for horizon in sweep.horizons if (end := trial.final(horizon))]
         speeds = [speed for run in trial.runs if (speed := run.speed) is not None]
         rows.append(
             {
@@ -308,12 +328,8 @@ def runs_table(sweep: SweepResults) -> Table:
                 short(trial.axis): trial.value,
                 "seed": trial.seed,
                 "status": trial.status,
-                **{
-                    f"{tokens_form(sweep.tokens(h))} tokens": loss(end[1])
-                    if (end := trial.final(h))
-                    else None
-                    for h in sweep.horizons
-                },
+                **columns,
+                **{f"{tokens_form(tokens)} tokens": loss(value) for tokens, value in ends},
                 "tokens/s": fmean(speeds) if speeds else None,
                 "run": next((run.name for run in reversed(trial.runs)), None),
             }

@@ -100,12 +100,14 @@ def with_minus(text: str) -> str:
     return HYPHEN.sub("−", text)
 
 
-def token_count(tokens: float | None) -> Mark:
-    return Mark(tokens, "", tokens_form(tokens))
+def token_count(*tokens: float) -> Mark:
+    return Mark(tokens[0] if len(tokens) == 1 else None, "", tokens_form(*tokens))
 
 
-def tokens_form(tokens: float | None) -> str:
-    return "?" if tokens is None else short_number(tokens)
+def tokens_form(*tokens: float) -> str:
+    """Return "2.05M", "2.05M or 8.19M", "2.05M, 4.1M or 8.19M"; "?" for none."""
+    *before, last = map(short_number, tokens) if tokens else "?"
+    return f"{', '.join(before)} or {last}" if before else last
 
 
 def seeds_form(seeds: Sequence[int]) -> str:

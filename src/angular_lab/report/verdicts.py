@@ -83,7 +83,11 @@ def lowest(ours: Sequence[str], others: Sequence[str] = ()) -> Check:
                 for h in sweep.horizons:
                     result = verdict(sweep.judged(a, h), sweep.judged(b, h))
                     outcomes.append(result.outcome)
-                    at = f" at {tokens_form(sweep.tokens(h))}" if len(sweep.horizons) > 1 else ""
+                    at = (
+                        f" at {tokens_form(*sweep.tokens(h, a, b))}"
+                        if len(sweep.horizons) > 1
+                        else ""
+                    )
                     reasons.append(f"{b}{at} ({result.reason})")
         if not outcomes:
             return unchecked("there is no other method")
@@ -364,7 +368,7 @@ def _compare(sweep: SweepResults, a: str, b: str, horizon: int) -> Row:
     interval = result.interval
     return {
         "claim": f"{a} is below {b}",
-        "tokens": token_count(sweep.tokens(horizon)),
+        "tokens": token_count(*sweep.tokens(horizon, a, b)),
         "verdict": Mark(result.label, result.outcome),
         "edge": edge_tag(sweep, a, b),
         "mean difference": difference(result.paired.mean),

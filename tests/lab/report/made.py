@@ -112,7 +112,12 @@ def write_record(
     return root
 
 
-def write_sweep(root: Path, methods: Mapping[str, tuple[str, Grid]], **values: Any) -> Path:
+def write_sweep(
+    root: Path,
+    methods: Mapping[str, tuple[str, Grid]],
+    batches: Mapping[str, int] | None = None,
+    **values: Any,
+) -> Path:
     """Write a store with a sweep of (optimizer, grid) by arm; seed 0 chooses."""
     trials, chosen = [], {}
     for arm, (optimizer, grid) in methods.items():
@@ -121,7 +126,8 @@ def write_sweep(root: Path, methods: Mapping[str, tuple[str, Grid]], **values: A
             for seed, losses in by_seed.items():
                 name = f"{''.join(c if c.isalnum() else '-' for c in arm)}-lr{value:g}-seed{seed}"
                 optim = replace(spec_of(optimizer).optim, lr=value)
-                spec = spec_of(optimizer, seed=seed, optim=optim)
+                batch = (batches or {}).get(arm, spec_of().batch)
+                spec = spec_of(optimizer, seed=seed, optim=optim, batch=batch)
                 runs, trunk = _write_trial(root / RUNS, name, spec, losses)
                 trials.append(TrialRecord(arm, value, seed, runs, trunk))
                 if losses and seed == 0:

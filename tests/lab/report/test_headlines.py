@@ -171,6 +171,39 @@ def test_sizes_do_not_compete(tmp_path: Path) -> None:
     assert lead.index("fig-width-s-loss-by-value") < lead.index('class="result"')
 
 
+def test_methods_that_end_at_different_tokens_are_not_ranked_together(tmp_path: Path) -> None:
+    """By the number of steps, or by batch. Every comparison counts at its own last horizon."""
+    ends = {"short": {100: 3.0}, "short, b": {100: 2.8}, "long": {400: 2.5}, "wide": {100: 2.7}}
+    methods: dict[str, tuple[str, Grid]] = {
+        arm: (OURS, {0.02: {s: {h: x + s / 100 for h, x in losses.items()} for s in (0, 1, 2)}})
+        for arm, losses in ends.items()
+    }
+    pairs = ("short, b", "short"), ("wide", "short")
+    root = write_sweep(tmp_path / "ends", methods, {"wide": 8}, pairs=pairs, tuning_seed=0)
+    best, verdicts, limits = of(root)
+    assert best == (
+        "Methods end at different numbers of tokens, where losses do not compare. The lowest are "
+        "2.5150 at 400k (long), 2.7150 at 200k (wide) and 2.8150 at 100k (“short, b”)."
+    )
+    assert verdicts.startswith("Of the 2 comparisons at 100k or 200k tokens, 2 hold (")
+    assert limits.startswith("Seeds 1 and 2 judge, seed 0 chose the values; ")
+    page = visible(make_report([root], tmp_path / "out"))
+    assert "2 horizons, step 100, 400." in page
+    assert "off one trunk" not in page
+    rows = {row["method"]: row for row in table(tmp_path / "out", "ends-final-loss")}
+    cells = {arm: {k: v for k, v in row.items() if "at " in k and v} for arm, row in rows.items()}
+    assert [*rows["long"]][2:5] == ["at 100k", "at 200k", "at 400k"]
+    assert {arm: [*columns] for arm, columns in cells.items()} == {
+        "short": ["at 100k"], "short, b": ["at 100k"], "long": ["at 400k"], "wide": ["at 200k"],
+    }  # fmt: skip
+    markdown = (tmp_path / "out" / "tables" / "ends-final-loss.md").read_text()
+    assert markdown.count("**") == 2 + 2 * 3, "the lowest of each number of tokens, and the title"
+    trials = table(tmp_path / "out", "ends-runs")
+    assert {row["200k tokens"] for row in trials if row["method"] != "wide"} == {""}
+    pairs_table = table(tmp_path / "out", "ends-pairs")
+    assert [row["tokens"] for row in pairs_table] == ["100000.0", ""], "two numbers are no number"
+
+
 def test_the_sentences_of_single_runs(tmp_path: Path) -> None:
     for name, end in (("adamw", 3.2), ("muon", 3.05), ("muown", 3.1)):
         write_run(tmp_path / "runs" / name, spec_of(name), end)

@@ -50,7 +50,7 @@ def _difference(sweep: SweepResults, a: str, b: str, horizon: int) -> Difference
     result = verdict(sweep.judged(a, horizon), sweep.judged(b, horizon))
     if result.paired.mean is None:
         return None
-    tokens = tokens_form(sweep.tokens(horizon))
+    tokens = tokens_form(*sweep.tokens(horizon, a, b))
     name = pair_name(sweep, a, b)
     return Difference(name, tokens, result.outcome, result.paired.mean, result.interval)
 

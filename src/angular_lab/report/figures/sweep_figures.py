@@ -97,7 +97,7 @@ def final_figure(sweep: SweepResults, paint: dict[str, int]) -> Figure | None:
     panel = Panel(traces, "final loss", "", y_names=names, y_headings=headings, y_notes=notes)
     seeds = sorted({seed for by_seed in losses.values() for seed in by_seed})
     caption = (
-        f"Loss after the cooldown at {tokens_form(sweep.tokens(sweep.horizons[-1]))} tokens, the "
+        f"Loss after the cooldown at {tokens_form(*sweep.final_tokens())} tokens, the "
         "lowest mean first: rings are runs, the dot is their mean. "
         f"{seeds_form(seeds).capitalize()}."
     )
@@ -240,8 +240,9 @@ def horizon_figure(sweep: SweepResults, paint: dict[str, int], ours: str = "") -
     for label in sweep.arms:
         means: list[tuple[float, float]] = []
         for horizon in sweep.horizons:
-            tokens, losses = sweep.tokens(horizon), heights(label, horizon)
-            if tokens is not None and losses:
+            losses = heights(label, horizon)
+            if losses:
+                [tokens] = sweep.tokens(horizon, label)
                 means.append((tokens, fmean(losses.values())))
                 points = [tokens] * len(losses), list(losses.values())
                 traces.append(Trace(*points, paint[label], kind="points"))
@@ -251,7 +252,7 @@ def horizon_figure(sweep: SweepResults, paint: dict[str, int], ours: str = "") -
             traces.append(Trace(xs, ys, paint[label], label))
     if not traces:
         return None
-    ticks = [tokens for h in sweep.horizons if (tokens := sweep.tokens(h)) is not None]
+    ticks = sorted({tokens for h in sweep.horizons for tokens in sweep.tokens(h)})
     what = f"loss above {ours}'s" if ours else "cooled-down loss"
     panel = Panel(traces, "tokens (log)", what, log_x=True, x_ticks=ticks)
     alike = len(set(seeds.values())) == 1
@@ -265,7 +266,7 @@ def horizon_figure(sweep: SweepResults, paint: dict[str, int], ours: str = "") -
 
 
 def value_figure(sweep: SweepResults, paint: dict[str, int]) -> Figure | None:
-    first, lasts = sweep.seeds[0], {sweep.last(label) for label in sweep.arms}
+    first = sweep.seeds[0]
     traces: list[Trace] = []
     labels = [label for label in sweep.arms if sweep.on_axis(label)]
     for label in labels:
@@ -286,7 +287,7 @@ def value_figure(sweep: SweepResults, paint: dict[str, int]) -> Figure | None:
         return None
     axis = sweep.axis
     panel = Panel(traces, f"{axis} (log)", "final loss", log_x=True, x_ticks=values)
-    at = " or ".join(tokens_form(sweep.tokens(last)) for last in sorted(lasts))
+    at = tokens_form(*sweep.final_tokens())
     caption = (
         f"Final loss at {at} tokens against {axis}, one seed ({first})"
         "; a star marks each method's best. Edge: it lies at the end of its grid, so the optimum "
