@@ -1,4 +1,4 @@
-"""What the advice on settings rests on: runs of few steps, and small batches. No torch here.
+"""What the advice on settings rests on: few steps, small batches, trials. No torch here.
 
 Both are made for a tiny model on a CPU, where enough seeds are affordable.
 """
@@ -6,11 +6,11 @@ Both are made for a tiny model on a CPU, where enough seeds are affordable.
 from dataclasses import replace
 from typing import Any
 
-from angular_lab.config.spec import ScheduleSpec, Spec
+from angular_lab.config.spec import ExtrapolateSpec, ScheduleSpec, Spec
 from angular_lab.experiments.definition import OURS, Arm, Experiment, base, trained_by
 from angular_lab.experiments.one_pass import LINEAR, LONG, SCHEDULES, SHORT
 from angular_lab.experiments.published import KAPPA_1
-from angular_lab.experiments.trials import MEMORY, RAMP
+from angular_lab.experiments.trials import ALONE, FURTHER, MEMORY, RAMP, STRENGTHS
 
 SEEDS = (0, 1, 2, 3, 4)  # the first chooses learning rates, the others judge
 WARMUP = 20  # steps: the least that the documentation advises for short runs
@@ -90,30 +90,57 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "beta2 0.99": MEMORY,
     BOTH: MEMORY | RAMP,
 }
+# What is tried on top of both: the trials of model S that change training, and a few more values.
+ON_TOP: dict[str, dict[str, Any]] = {
+    "aux_beta2 0.999": {"aux_beta2": 0.999},
+    "momentum 0.9": {"momentum": 0.9},
+    "momentum 0.975": {"momentum": 0.975},
+    "radius_lr 0.005": {"radius_lr": 0.005},
+    "log radius": {"radius": "log_adam"},
+    **{name: values for name, values in FURTHER.items() if "forms" not in values},
+}
 HELD_OUT = 2**19  # tokens of a corpus with thousands of vocabulary entries
 SMALL_BATCH_RATES = (1.25e-2, 2.5e-2, 5e-2)
 
 
-def small_batches(scale: str) -> Experiment:
-    """The smallest batch at two lengths with all settings, larger ones with fewer: their runs are
-    long. Every arm has its own learning rates."""
+def cells(scale: str) -> list[tuple[int, int, list[str]]]:
+    """Return sequences per step, steps, and the settings that are compared there, the usual ones
+    first: all for the smallest batch, fewer for larger ones, whose runs are long."""
     smallest, larger, largest = BATCHES[scale]
-    cells = [
+    return [
         (smallest, 1000, [*SETTINGS]),
         (smallest, 4000, [*SETTINGS]),
         (larger, 1000, [USUAL, "beta2 0.99", BOTH]),
         (largest, 1000, [USUAL, BOTH]),
     ]
+
+
+def small_batches(scale: str) -> Experiment:
+    """Every arm has its own learning rates."""
     arms, pairs = [], []
-    for batch, steps, names in cells:
+    for batch, steps, names in cells(scale):
         own = [_with_batch(scale, batch, steps, name) for name in names]
         arms += own
         pairs += [(arm.label, own[0].label) for arm in own[1:]]
     title = "Small batches: beta2 of embeddings, head and norms, and a momentum ramp"
-    horizons = tuple(dict.fromkeys(steps for _, steps, _ in cells))
+    horizons = tuple(dict.fromkeys(steps for _, steps, _ in cells(scale)))
     return Experiment(
         "small-batches", scale, title, tuple(arms), horizons, SEEDS, None, tuple(pairs)
     )
+
+
+def tiny_trials(scale: str) -> Experiment:
+    """Judge on four seeds what `trials` screens on one: changes on top of both settings, with the
+    smallest batch. Every arm has its own learning rates."""
+    usual = _with_batch(scale, BATCHES[scale][0], 1000, BOTH)
+    ahead = replace(usual.spec, extrapolate=ExtrapolateSpec(strength=STRENGTHS[0]))
+    arms = [usual, replace(usual, label=ALONE[0], spec=ahead)]
+    for name, changes in ON_TOP.items():
+        optim = replace(usual.spec.optim, **changes)
+        arms.append(replace(usual, label=name, spec=replace(usual.spec, optim=optim)))
+    title = "Trials on four seeds: changes on top of the settings for small batches"
+    pairs = tuple((arm.label, usual.label) for arm in arms[1:])
+    return Experiment("tiny-trials", scale, title, tuple(arms), (1000,), SEEDS, None, pairs)
 
 
 def batch_label(batch: int, steps: int, name: str) -> str:

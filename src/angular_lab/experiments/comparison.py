@@ -171,6 +171,7 @@ EXPERIMENTS: dict[str, Callable[[str], Experiment]] = {
     "one-pass-closest": trials.closest,
     "short-runs": advice.short_runs,
     "small-batches": advice.small_batches,
+    "tiny-trials": advice.tiny_trials,
 }
 
 

@@ -103,6 +103,19 @@ def test_arms_of_small_batches_differ_in_batch_length_and_settings(scale: str) -
         assert spec.batch % (spec.micro_batch or spec.batch) == 0
 
 
+def test_trials_change_one_thing_each() -> None:
+    plan = experiment("tiny-trials", "nano")
+    usual, *trials = plan.arms
+    assert len({arm.label for arm in plan.arms}) == len(plan.arms)
+    assert plan.pairs == tuple((arm.label, usual.label) for arm in trials)
+    assert usual in experiment("small-batches", "nano").arms, "its runs serve both"
+    for arm in trials:
+        spec = arm.spec
+        changed = {key for key in keys(spec) if get(spec, key) != get(usual.spec, key)}
+        assert changed, arm.label
+        assert (len(changed) == 1) == (", aux_lr" not in arm.label), arm.label
+
+
 def test_settings_for_small_batches_are_judged_at_one_batch_and_length() -> None:
     plan = experiment("small-batches", "nano")
     for changed, usual in plan.pairs:
