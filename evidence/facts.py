@@ -7,7 +7,6 @@ from typing import Any
 
 from evidence import (
     ablations,
-    advice,
     comparison,
     concurrent,
     finetune,
@@ -19,6 +18,7 @@ from evidence import (
     repeated,
     speed,
     storage,
+    tiny_model,
     trials,
     verdicts,
     whole_corpus,
@@ -38,7 +38,7 @@ SUBJECTS = (
     noise,
     repeated,
     finetune,
-    advice,
+    tiny_model,
     storage,
     trials,
 )
@@ -108,7 +108,7 @@ def tables(kept: Kept) -> dict[str, Rows]:
             "advice": whole_corpus.advice(kept),
             "grids": whole_corpus.grids(kept),
             "trials": trials.table(kept),
-            "short-runs": advice.short_runs_table(kept),
+            "short-runs": tiny_model.short_runs_table(kept),
             "results": main.table(),
             "schedules-and-kappa": once.schedules_and_kappa(),
             "state-bytes": memory.table(),

@@ -11,10 +11,10 @@ from angular_lab.data.shards import Manifest
 from angular_lab.errors import UserError
 from angular_lab.experiments import (
     ablations,
-    advice,
     extensions,
     one_pass,
     published,
+    tiny_model,
     trials,
 )
 from angular_lab.experiments.definition import (
@@ -169,9 +169,10 @@ EXPERIMENTS: dict[str, Callable[[str], Experiment]] = {
     "one-pass-larger": one_pass.larger,
     "trials": trials.trials,
     "one-pass-closest": trials.closest,
-    "short-runs": advice.short_runs,
-    "small-batches": advice.small_batches,
-    "tiny-trials": advice.tiny_trials,
+    "short-runs": tiny_model.short_runs,
+    "small-batches": tiny_model.small_batches,
+    "tiny-trials": tiny_model.tiny_trials,
+    "tiny-comparison": tiny_model.tiny_comparison,
 }
 
 

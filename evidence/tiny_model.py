@@ -2,10 +2,10 @@
 
 from statistics import fmean
 
-from angular_lab.experiments.advice import COSINE, FALL, METHODS, PAIRS, SCALED, STEPS, label
 from angular_lab.experiments.one_pass import LINEAR, LONG, SHORT
 from angular_lab.experiments.published import KAPPA_1
 from angular_lab.experiments.statistics import LEAST, Verdict, verdict
+from angular_lab.experiments.tiny_model import COSINE, FALL, METHODS, PAIRS, SCALED, STEPS, label
 from angular_lab.report.read import SweepResults
 from evidence.kept import OURS, Kept, Rows
 from evidence.measures import Facts, grid

@@ -5,7 +5,10 @@ from dataclasses import replace
 import pytest
 
 from angular_lab.config.spec import Spec, get, keys
-from angular_lab.experiments.advice import (
+from angular_lab.experiments.comparison import experiment
+from angular_lab.experiments.definition import SCALES
+from angular_lab.experiments.one_pass import AT_A_QUARTER, GRIDS, spec_of
+from angular_lab.experiments.tiny_model import (
     BATCHES,
     BOTH,
     METHODS,
@@ -16,8 +19,6 @@ from angular_lab.experiments.advice import (
     batch_label,
     label,
 )
-from angular_lab.experiments.comparison import experiment
-from angular_lab.experiments.definition import SCALES
 from angular_lab.training.build import lr_factor
 
 
@@ -114,6 +115,23 @@ def test_trials_change_one_thing_each() -> None:
         changed = {key for key in keys(spec) if get(spec, key) != get(usual.spec, key)}
         assert changed, arm.label
         assert (len(changed) == 1) == (", aux_lr" not in arm.label), arm.label
+
+
+def test_all_methods_are_those_of_model_s_with_the_settings_for_small_batches() -> None:
+    plan = experiment("tiny-comparison", "nano")
+    assert plan.pairs == tuple((plan.ours, arm.label) for arm in plan.arms[1:])
+    assert {arm.label.partition(",")[0] for arm in plan.arms} == {
+        method.partition(",")[0] for method, *_ in GRIDS
+    }
+    for arm in plan.arms:
+        method, _, schedule = arm.label.rpartition(", ")
+        usual = spec_of("s", method, schedule).optim
+        settings = {"aux_beta2": 0.99, "momentum_start": 0.85}
+        if usual.name == "adamw":  # its momentum is beta1
+            del settings["momentum_start"]
+        assert arm.spec.optim == replace(usual, **settings)
+        assert (arm.spec.schedule.decay == 0.5) == (schedule == "cooldown 50%")
+        assert arm.values[1] == AT_A_QUARTER[method, schedule]
 
 
 def test_settings_for_small_batches_are_judged_at_one_batch_and_length() -> None:

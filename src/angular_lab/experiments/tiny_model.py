@@ -1,6 +1,7 @@
-"""What the advice on settings rests on: few steps, small batches, trials. No torch here.
+"""Experiments with a tiny model on a CPU, where enough seeds are affordable. No torch here.
 
-Both are made for a tiny model on a CPU, where enough seeds are affordable.
+Runs of few steps, small batches, and the trials are what the advice on settings rests on; the last
+experiment compares all methods.
 """
 
 from dataclasses import replace
@@ -8,7 +9,16 @@ from typing import Any
 
 from angular_lab.config.spec import ExtrapolateSpec, ScheduleSpec, Spec
 from angular_lab.experiments.definition import OURS, Arm, Experiment, base, trained_by
-from angular_lab.experiments.one_pass import LINEAR, LONG, SCHEDULES, SHORT
+from angular_lab.experiments.extensions import DECOUPLED
+from angular_lab.experiments.one_pass import (
+    AT_A_QUARTER,
+    CHANGES,
+    DECAYED,
+    LINEAR,
+    LONG,
+    SCHEDULES,
+    SHORT,
+)
 from angular_lab.experiments.published import KAPPA_1
 from angular_lab.experiments.trials import ALONE, FURTHER, MEMORY, RAMP, STRENGTHS
 
@@ -54,20 +64,23 @@ def _arm(scale: str, method: str, schedule: str, rates: tuple[float, ...], steps
         SCALED: {"decay_scale": FALL / steps},
         KAPPA_1: {"decay_degree": 0.0},
     }
-    kinds = {
-        SHORT: ScheduleSpec(warmup=WARMUP, decay=SCHEDULES[SHORT]),
-        LONG: ScheduleSpec(warmup=WARMUP, decay=SCHEDULES[LONG]),
-        LINEAR: ScheduleSpec(warmup=WARMUP, decay=1 - WARMUP / steps),
-        COSINE: ScheduleSpec(warmup=WARMUP, kind="cosine"),
-    }
     spec = _evaluated_once(scale, STEPS[-1], VALIDATION, **changes.get(method, {}))
-    spec = replace(spec, schedule=kinds[schedule])
+    spec = replace(spec, schedule=_schedule(schedule, steps))
     return Arm(label(method, schedule, steps), spec, rates, horizons=(steps,))
 
 
-def _evaluated_once(scale: str, steps: int, tokens: int, **changes: Any) -> Spec:
+def _schedule(name: str, steps: int) -> ScheduleSpec:
+    if name == COSINE:
+        return ScheduleSpec(warmup=WARMUP, kind="cosine")
+    share = 1 - WARMUP / steps if name == LINEAR else SCHEDULES[name]
+    return ScheduleSpec(warmup=WARMUP, decay=share)
+
+
+def _evaluated_once(
+    scale: str, steps: int, tokens: int, optimizer: str = OURS, **changes: Any
+) -> Spec:
     """Return the spec of runs of at most so many steps, evaluated at the end only."""
-    spec = trained_by(base(scale), OURS, **changes)
+    spec = trained_by(base(scale), optimizer, **changes)
     return replace(spec, save_every=None, angle_every=100, eval_every=steps, eval_tokens=tokens)
 
 
@@ -149,10 +162,48 @@ def batch_label(batch: int, steps: int, name: str) -> str:
 
 def _with_batch(scale: str, batch: int, steps: int, name: str) -> Arm:
     spec = _evaluated_once(scale, steps, HELD_OUT, **SETTINGS[name])
-    schedule = ScheduleSpec(warmup=WARMUP, decay=SCHEDULES[LONG])
-    micro = min(BATCHES[scale][0], spec.micro_batch or batch)
-    # Float32 logits of thousands of entries would take most of a step's time.
-    spec = replace(
-        spec, schedule=schedule, batch=batch, micro_batch=micro, precision="bf16", compile=True
-    )
+    spec = _in_parts(scale, replace(spec, schedule=_schedule(LONG, steps), batch=batch))
     return Arm(batch_label(batch, steps, name), spec, SMALL_BATCH_RATES, horizons=(steps,))
+
+
+def _in_parts(scale: str, spec: Spec) -> Spec:
+    """Return the spec for a vocabulary of thousands: float32 logits would take most of a step, and
+    parts of one size let all runs share a compiled model."""
+    micro = min(BATCHES[scale][0], spec.micro_batch or spec.batch)
+    return replace(spec, micro_batch=micro, precision="bf16", compile=True)
+
+
+# -- all methods ---------------------------------------------------------------------------------
+
+# Each under the schedule that was best for model S at a quarter of the corpus.
+COMPARED = (
+    (OURS, LONG),
+    (DECAYED, LINEAR),
+    ("muon", LINEAR),
+    ("normuon", LONG),
+    ("muown", LONG),
+    (DECOUPLED, LINEAR),
+    ("hyperball", LINEAR),
+    (KAPPA_1, LINEAR),
+    ("adamw", LONG),
+)
+COMPARED_STEPS = 4000
+
+
+def tiny_comparison(scale: str) -> Experiment:
+    """Every method with the settings for small batches, at its own learning rate: model S's and
+    half and twice that."""
+    arms = tuple(_compared(scale, method, schedule) for method, schedule in COMPARED)
+    title = "All methods on a tiny model, with the settings for small batches"
+    return Experiment(
+        "tiny-comparison", scale, title, arms, (COMPARED_STEPS,), SEEDS, arms[0].label
+    )
+
+
+def _compared(scale: str, method: str, schedule: str) -> Arm:
+    name, lr = method.partition(",")[0], AT_A_QUARTER[method, schedule]
+    settings = MEMORY if name == "adamw" else MEMORY | RAMP
+    changes = CHANGES.get(method, {}) | settings
+    spec = _evaluated_once(scale, COMPARED_STEPS, HELD_OUT, name, **changes)
+    spec = _in_parts(scale, replace(spec, schedule=_schedule(schedule, COMPARED_STEPS)))
+    return Arm(f"{method}, {schedule}", spec, (lr / 2, lr, 2 * lr))
