@@ -55,6 +55,12 @@ def with_optimizer(data: Path, name: str) -> Spec:
     return replace(base, optim=replace(base.optim, name=name, lr=OPTIMIZERS[name], **changes))
 
 
+def with_soap(data: Path) -> Spec:
+    """SOAP needs whole matrices, so its ranks hold copies: they must equalize gradients alike."""
+    base = tiny(data, parallel="ddp", steps=8, angle_every=None)
+    return replace(base, optim=replace(base.optim, name="muon", lr=0.01, soap=("*.mlp.*",)))
+
+
 def _train_all(jobs: list[tuple[Spec, Path]], environment: dict[str, str]) -> None:
     os.environ.update(environment)
     torch.set_num_threads(1)
@@ -105,6 +111,7 @@ def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pat
         "plain": (spec_of(data), folder / "plain"),
         "uneven": (tiny(data, **UNEVEN), folder / "uneven"),
         **{name: (with_optimizer(data, name), folder / name) for name in OPTIMIZERS},
+        "soap": (with_soap(data), folder / "soap"),
         "fsdp on 1": (spec_of(data, parallel="fsdp"), folder / "fsdp"),
         "uneven fsdp on 1": (tiny(data, parallel="fsdp", **UNEVEN), folder / "uneven_fsdp"),
     }
@@ -139,6 +146,7 @@ def on_two(
         jobs[f"uneven {parallel}"] = spec, folder / f"uneven_{parallel}"
     for name in OPTIMIZERS:
         jobs[name] = with_optimizer(data, name), folder / name
+    jobs["soap"] = with_soap(data), folder / "soap"
     fsdp = spec_of(data, parallel="fsdp")
     jobs["from 4 to 2"] = fsdp, stopped_copy(on_four["fsdp on 4"], folder / "from4", MIDDLE)
     jobs["from 1 to 2"] = fsdp, stopped_copy(alone["fsdp on 1"], folder / "from1", MIDDLE)
@@ -177,8 +185,8 @@ def test_one_process_resumes_what_ranks_started(
     assert curve(out) == pytest.approx(curve(runs["plain"]), abs=1e-5)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_other_optimizers_shard_too(
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "soap"])
+def test_other_optimizers_train_alike_on_two_ranks(
     alone: dict[str, Path], on_two: dict[str, Path], name: str
 ) -> None:
     losses = [metrics(folders[name], "loss", "val_loss") for folders in (on_two, alone)]
